@@ -33,12 +33,12 @@ def main() -> None:
     require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
     for flag, value in (("--weights", args.weights), ("--snapshots", args.snapshots)):
         require(flag, value, lambda value: not value or args.to == "html", "left out without --to html")
-    from minigpt.checkpoints.export_html import export_html
-    from minigpt.checkpoints.export_huggingface import export_folder
     from minigpt.checkpoints.find import find_snapshots, run_folder
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.checkpoints.load import save_checkpoint
-    from minigpt.interpret.learning import learning_curves
+    from minigpt.extras.huggingface.export_huggingface import export_folder
+    from minigpt.extras.interpret.learning import learning_curves
+    from minigpt.extras.playground.export_html import export_html
     from minigpt.runs.history import read_history
 
     pretrained = find_pretrained(args.run)

@@ -65,7 +65,7 @@ def main() -> None:
         return
     compare = None
     if args.originality:
-        from minigpt.interpret.originality import comparison
+        from minigpt.extras.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
     prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings)

@@ -7,7 +7,7 @@ import threading
 import webbrowser
 from urllib.parse import quote
 
-from minigpt.serve.loaded_models import Models, find_models
+from minigpt.extras.playground.loaded_models import Models, find_models
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
@@ -47,8 +47,8 @@ def main() -> None:
     except ImportError as error:
         raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
     from minigpt.device import find_device
-    from minigpt.serve.guard import is_loopback
-    from minigpt.serve.server import create_app, new_server, open_socket
+    from minigpt.extras.playground.guard import is_loopback
+    from minigpt.extras.playground.server import create_app, new_server, open_socket
 
     device = find_device(args.device)
     if key is None and not is_loopback(args.host):

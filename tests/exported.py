@@ -6,10 +6,10 @@ from typing import Any
 from models import make_model
 
 from minigpt import GPT
-from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer, Tokenizer
+from minigpt.extras.playground.export_html import export_html
 
 CHARACTERS = CharTokenizer("".join(map(chr, range(32, 127))))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}

@@ -21,7 +21,7 @@ from tqdm import tqdm
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _forkserver = multiprocessing.get_context("forkserver")
 _IMPORTS = ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.training", "minigpt.optim", "minigpt.ema"]
-_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples_and_attention"])
+_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples"])
 
 
 class Script:

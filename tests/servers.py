@@ -14,9 +14,9 @@ from models import draw_weights, make_model, save_tokenizer, write_run
 
 from minigpt import GPT
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.serve.engine import Engine
-from minigpt.serve.loaded_models import Models, find_models
-from minigpt.serve.server import create_app, new_server, open_socket
+from minigpt.extras.playground.engine import Engine
+from minigpt.extras.playground.loaded_models import Models, find_models
+from minigpt.extras.playground.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
@@ -77,7 +77,7 @@ def serving(
         assert not thread.is_alive()
 
     try:
-        with patch("minigpt.serve.engine.Engine", engine):
+        with patch("minigpt.extras.playground.engine.Engine", engine):
             yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", stop=stop)
     finally:
         stop()

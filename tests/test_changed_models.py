@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from serve.test_engine import collect
-from serve.test_engine import serve as serve_engine
+from extras.playground.test_engine import collect
+from extras.playground.test_engine import serve as serve_engine
 from test_generation import make
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from minigpt.decoder import Decoder, make_decoder
+from minigpt.extras.playground.engine import SampleRequest
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
 from minigpt.model import GPT, MLP
 from minigpt.ops import ACTIVATIONS
 from minigpt.sampling import PerSampleRNG, Sampling
-from minigpt.serve.engine import SampleRequest
 from minigpt.structure import find_change, uncompiled
 from minigpt.utils.errors import UserError
 

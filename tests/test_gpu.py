@@ -33,13 +33,13 @@ from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.device import has_bfloat16
+from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.generation import score
-from minigpt.interpret.heads import attention_maps
 from minigpt.optim import adamw, muon
 from minigpt.runs import metrics
 from minigpt.runs.run_dir import read_summary
 from minigpt.sampling import Sampling
-from minigpt.serve.engine import Engine, SampleRequest, Token
 from minigpt.utils.errors import Diverged
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,7 @@ from pathlib import Path
 
 from small_runs import ROOT
 
-ORDER = [
-    *("utils", "config", "data", "core", "page", "checkpoints", "interpret"),
-    *("distributed", "runs", "sweeps", "serve", "scripts"),
-]
+ORDER = ["utils", "config", "data", "core", "checkpoints", "distributed", "runs", "sweeps", "extras", "scripts"]
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
     for folder in ("minigpt", "hydra_plugins", "scripts")

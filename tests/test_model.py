@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minigpt import attention, generate
 from minigpt.config import NORM_POSITIONS, GPTConfig
-from minigpt.interpret.heads import attention_maps, without_head
+from minigpt.extras.interpret.heads import attention_maps, without_head
 from minigpt.model import eval_mode
 
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}

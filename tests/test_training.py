@@ -107,7 +107,7 @@ def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_ti
             time.sleep(0.02)
             yield step
 
-    monkeypatch.setattr("minigpt.runs.samples_and_attention.stream", slowly)
+    monkeypatch.setattr("minigpt.runs.samples.stream", slowly)
     monkeypatch.setattr("minigpt.runs.fit.FINAL_SECONDS", 1)
     run = train("originality=2000")
     out, err = capsys.readouterr()
@@ -161,8 +161,8 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise RuntimeError("no text today")
 
-    monkeypatch.setattr("minigpt.runs.samples_and_attention.stream", fails)
-    monkeypatch.setattr("minigpt.interpret.attention_plots.plot_maps", fails)
+    monkeypatch.setattr("minigpt.runs.samples.stream", fails)
+    monkeypatch.setattr("minigpt.extras.interpret.attention_plots.plot_maps", fails)
     run = train("callbacks=attention", "callbacks.samples.max_new_tokens=20", "max_steps=2", "eval_every=1")
     assert run.summary["status"] == "completed"
     output = capsys.readouterr().err

@@ -1,69 +1,55 @@
-"""Models that a run can start from (`init_from`): runs of minigpt, and folders and the Hub of Hugging Face."""
+"""Models that a run can start from (`init_from`): runs of minigpt; those of Hugging Face are found by an extra."""
 
-import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, named_path
-from minigpt.checkpoints.format import explain_errors
-from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
-from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, load_checkpoint
+from minigpt.checkpoints.load import build_model, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import checksums
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.data.tokenizer_json import load_tokenizer
 from minigpt.model import GPT
-from minigpt.structure import empty_model
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json
-from minigpt.utils.scripts import import_extra
-
-CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
+from minigpt.utils.extras import from_extras
 
 
 @dataclass(frozen=True)
 class Pretrained:
     """A model to start from, and its tokenizer."""
 
-    path: Path  # a checkpoint of minigpt, or a folder of Hugging Face
+    path: Path  # a checkpoint of minigpt; of a `HuggingFaceModel`, a folder
     source: str  # absolute path, or id of the Hub
     revision: str | None  # commit of the Hub
     config: GPTConfig
     tokenizer: Tokenizer
-    model: GPT | None = None  # in a checkpoint of minigpt; the weights of a folder are read by `load`
+    model: GPT | None = None
 
     @property
     def name(self) -> str:
-        """The name of the run, of the file or of the folder, or the id of the Hub."""
-        if not self.model:
-            return self.source if self.revision else self.path.name
+        """The name of the run or of the file."""
         path = named_path(self.path)
         return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name  # a run of a sweep is a number
 
+    @property
+    def files(self) -> list[Path]:
+        """The files of its weights."""
+        return [self.path]
+
     def load(self, config: GPTConfig | None = None) -> GPT:
         """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
-        if self.model:
-            return build_model(config or self.config, self.model.state_dict()).eval()
-        return load_folder(self.path, config)
+        assert self.model is not None
+        return build_model(config or self.config, self.model.state_dict()).eval()
 
     def provenance(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the SHA-256 of each file of weights, with the cache of `checksums`."""
-        files = [self.path] if self.model else _weight_files(self.path)
-        sums = dict(zip((file.name for file in files), checksums(files, cache), strict=True))
+        sums = dict(zip((file.name for file in self.files), checksums(self.files, cache), strict=True))
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 
 def find_pretrained(source: str | None, *, step: int | None = None) -> Pretrained:
-    """Find a model, download it if it is on the Hub only, and read its configuration and tokenizer.
+    """Find a model, and read its configuration and tokenizer.
 
     Args:
         source: a run folder or checkpoint of minigpt, a folder of Hugging Face, or an id of its Hub, which may end in
@@ -73,23 +59,14 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
     Raises:
         UserError: there is no such model, or minigpt cannot read it.
     """
-    path, revision = find_checkpoint(None) if source is None else Path(source).expanduser(), None
-    if path.exists():
-        source = str(path.resolve())
-    else:
-        path = _download(str(source))
-        revision = path.name
-    if (path / CONFIG).is_file() and step is None:
-        with explain_errors(f"{path} cannot be loaded"):
-            config = config_to_ours(read_json(path / CONFIG))
-        tokenizer: Tokenizer = load_tokenizer(path)
-        with explain_errors(f"{path} cannot be loaded"):
-            check_vocabulary(config, tokenizer)
-        return Pretrained(path, str(source), revision, config, tokenizer)
+    path = find_checkpoint(None) if source is None else Path(source).expanduser()
+    if not path.exists() or ((path / "config.json").is_file() and step is None):
+        found: Pretrained = from_extras("find_huggingface")(source)
+        return found
     path = find_checkpoint(path, step=step)
     model, tokenizer = load_checkpoint(path)
     config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
-    return Pretrained(path, str(path.resolve()), revision, config, tokenizer, model)
+    return Pretrained(path, str(path.resolve()), None, config, tokenizer, model)
 
 
 def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:
@@ -100,78 +77,3 @@ def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretr
         with suppress(UserError):  # missing or damaged
             return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
     return find_pretrained(init_from)
-
-
-def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
-    """Load the model of a Hugging Face folder, in float32 and evaluation mode.
-
-    Args:
-        config: a block size that is smaller than that of the folder, and dropout; None: those of the folder, and 0.
-
-    Raises:
-        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
-    """
-    with explain_errors(f"{folder} cannot be loaded"):
-        values = read_json(Path(folder, CONFIG))
-        stored = config_to_ours(values)
-        weights = _read_weights(Path(folder), stored, FAMILIES[values["model_type"]])
-        return build_model(config or stored, weights).eval()
-
-
-def _download(source: str) -> Path:
-    """Download the files of a model into the cache of huggingface_hub, and return their folder."""
-    name, _, revision = source.partition("@")
-    first = name.partition("/")[0]
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
-        raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
-    hub = import_extra("huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface")
-    hub.logging.set_verbosity_error()  # without a line per retry
-    try:
-        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
-    except Exception as error:  # its own, of HTTP and of the file system
-        problem = f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub"
-        raise UserError(f"{problem}: {' '.join(str(error).split()):.300}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index.
-
-    Without an index all shards are read; raise UserError if they are of several models, or there is no file.
-    """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    shards = sorted(folder.glob(SHARDS))
-    if (folder / INDEX).is_file():
-        with explain_errors(f"{folder / INDEX} is damaged"):
-            names = set(read_json(folder / INDEX)["weight_map"].values())
-            shards = [file for name in sorted(names) if (file := folder / name).is_file()]
-    elif len({file.stem.rpartition("-of-")[2] for file in shards}) > 1:
-        raise UserError(f"{INDEX} is missing, and the shards in {folder} are of several models; keep those of one")
-    if not shards:
-        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
-    return shards
-
-
-def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:
-    """Read the weights of a folder by our names, in float32."""
-    files, theirs = _weight_files(folder), dict[str, Tensor]()
-    for file in files:
-        tensors = load_file(file, backend="pread")
-        if twice := sorted(tensors.keys() & theirs):
-            raise UserError(f"the weight {twice[0]} is in several files")
-        theirs |= tensors
-    theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
-    check_size(config, len(theirs), sum(file.stat().st_size for file in files))
-    base = family.modules["wte"].partition(".")[0]
-    if not any(name.startswith(f"{base}.") for name in theirs):  # the model was saved without its head
-        theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}
-    weights: dict[str, Tensor] = {}
-    for name in empty_model(config).state_dict():
-        if name == "lm_head.weight" and config.tie_embeddings:
-            theirs.setdefault(name, weights["wte.weight"])
-        weights[name] = weight_to_ours(name, family, config, theirs)
-    if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
-        raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
-    if theirs:
-        raise UserError(f"unexpected weights: {', '.join(sorted(theirs)[:3])}")
-    return weights

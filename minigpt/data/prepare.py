@@ -32,7 +32,6 @@ from minigpt.data.splits import (
 )
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
-from minigpt.data.tokenizer_json import splits_at_cuts
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
@@ -50,7 +49,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     folder = Path(data["folder"])
     built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        whole = {} if splits_at_cuts(built) else {"documents": "whole"}  # as `_write_corpus` encodes them
+        whole = {} if built.splits_at_cuts else {"documents": "whole"}  # as `_write_corpus` encodes them
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)

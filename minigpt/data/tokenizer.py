@@ -1,23 +1,18 @@
-"""Text to token ids and back: characters, bytes, byte-pair encodings, and tokenizers of Hugging Face.
+"""Text to token ids and back: characters, bytes and byte-pair encodings.
 
 A tokenizer is saved as plain data in token files and checkpoints; `from_dict` rebuilds it without any other
-file. Patterns are saved by name, so no file can contain a regular expression, except in a `HuggingFaceTokenizer`.
+file. Patterns are saved by name, so no file can contain a regular expression, except in a tokenizer of Hugging Face.
 """
 
 import base64
-import json
-import os
-import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import import_extra
-from minigpt.utils.signals import Interrupted
+from minigpt.utils.extras import from_extras
 from minigpt.utils.terminal import visible
 
 if TYPE_CHECKING:
@@ -39,11 +34,6 @@ PATTERNS = {
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
 
-# The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
-_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-BYTE_CHARACTERS = dict(zip(_VISIBLE, map(chr, _VISIBLE), strict=True))
-BYTE_CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(_VISIBLE)))}
-
 
 class Tokenizer:
     """The interface of every tokenizer."""
@@ -54,6 +44,7 @@ class Tokenizer:
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
     special: Mapping[str, int] = {}  # ids of special tokens
     separated = False  # documents end with a separator that is a special token
+    splits_at_cuts = True  # the ids of a text are those of its parts that `readers.cut_point` separates
     encode_chat: EncodeChat | None = None  # with the chat template of a folder
 
     @property
@@ -226,55 +217,6 @@ class BPETokenizer(Tokenizer):
         return self._local.encoding
 
 
-class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face, run by their package tokenizers: the ids of transformers for the text alone.
-
-    Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
-    the decoded text begins with that space. Decoders other than ByteLevel, ByteFallback and Fuse raise UserError.
-
-    Args:
-        content: the text of tokenizer.json.
-        separator: id of the end of a text; None if there is none.
-    """
-
-    name = "huggingface"
-
-    def __init__(self, content: str, separator: int | None = None) -> None:
-        tokenizers = import_extra("tokenizers", "tokenizer.json", "huggingface")
-        with _one_line_errors("damaged tokenizer.json"):
-            values = json.loads(content)
-            self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-            if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
-                raise UserError("tokenizer.json must have no continuing_subword_prefix")
-            self.backend = tokenizers.Tokenizer.from_str(self.json)
-            self.backend.encode_special_tokens = True  # as ordinary text
-            self.backend.no_truncation()
-            self.backend.no_padding()
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we have threads of our own
-            to_bytes = _token_decoder(values["decoder"])
-            self.token_bytes = {i: to_bytes(token) for token, i in self.backend.get_vocab().items()}
-            added = self.backend.get_added_tokens_decoder()
-            self.special = {token.content: i for i, token in added.items() if token.special}
-            for i, token in added.items():
-                self.token_bytes[i] = b"" if token.special else token.content.encode()
-            self.vocab_size = max(self.token_bytes) + 1
-        if self.vocab_size > len(self.token_bytes) + (1 << 16):  # lists of all ids would not fit in memory
-            raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
-        if separator is not None and separator not in self.token_bytes:
-            raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
-        self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
-        self.separated = separator is not None
-
-    def encode(self, text: str) -> Ids:
-        with _one_line_errors("tokenizer.json does not encode this text"):
-            # `encode` would not release the GIL.
-            (encoding,) = self.backend.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=self.separator.dtype)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
-
-
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
     try:
@@ -284,8 +226,9 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
             return ByteTokenizer()
         if values["name"] in (BPETokenizer.trained, *PATTERNS):
             return BPETokenizer.from_dict(values)
-        if values["name"] == HuggingFaceTokenizer.name:
-            return HuggingFaceTokenizer(values["json"], values["separator"])
+        if values["name"] == "huggingface":
+            found: Tokenizer = from_extras("HuggingFaceTokenizer")(values["json"], values["separator"])
+            return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
     raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}")
@@ -316,35 +259,3 @@ def token_dtype(vocab_size: int) -> str:
 
 def _code_points(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
-
-
-def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return the function from a token to its bytes that the decoder of a tokenizer.json describes."""
-    parts: list[Any] = decoder.get("decoders", [decoder]) if decoder else [{"type": None}]  # joins with spaces
-    kinds = {part["type"] for part in parts}
-    if kinds == {"ByteLevel"}:
-        byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
-        return lambda token: bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
-    if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise UserError(f"the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got {kinds!s:.80}")
-    replaced = [(part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"]
-
-    def to_bytes(token: str) -> bytes:
-        if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
-            return bytes.fromhex(byte[1])
-        for old, new in replaced:
-            token = token.replace(old, new)
-        return token.encode()
-
-    return to_bytes
-
-
-@contextmanager
-def _one_line_errors(problem: str) -> Iterator[None]:
-    """Raise UserError for errors and panics of the package tokenizers."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit, Interrupted):
-        raise
-    except BaseException as error:  # a panic of pyo3 is no Exception
-        raise UserError(f"{problem} ({error!r:.200})") from error

@@ -34,12 +34,13 @@ from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
 from minigpt.runs.metrics import MetricsCallback
 from minigpt.runs.resume_state import ResumeState
-from minigpt.runs.samples_and_attention import final_originality, only_a_warning, sample_text
+from minigpt.runs.samples import only_a_warning, sample_text
 from minigpt.runs.trainer import TokenDataModule, build_trainer
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.training import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
@@ -205,7 +206,7 @@ def sample_best(
         return sample, None
     left = 0.8 * (end - time.perf_counter())  # the comparison itself takes the rest
     options: Any = {"characters": cfg.originality, "seed": cfg.seed, "seconds": left}
-    return sample, final_originality(model, corpus, sample, folder, **options)
+    return sample, from_extras("final_originality")(model, corpus, sample, folder, **options)
 
 
 def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any], exit_code: int) -> None:

@@ -18,9 +18,9 @@ from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import check_hydra, load_parts
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
@@ -80,11 +80,13 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             with shared_errors():
                 check_hydra(HydraConfig.get())
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
-                parts = load_parts(with_possible_sizes(cfg, task) if cfg.minutes is not None else cfg, folder=folder)
+                sized = cfg if cfg.minutes is None else from_extras("with_possible_sizes")(cfg, task)
+                parts = load_parts(sized, folder=folder)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
-                from minigpt.runs.plan import plan_run
-            if cfg.minutes is not None:
+
+                plan_run = None if cfg.minutes is None else from_extras("plan_run")
+            if plan_run:
                 parts = plan_run(cfg, folder, parts[0], task, started)
             return fit(cfg, folder, *parts, overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):

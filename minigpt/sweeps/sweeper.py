@@ -33,7 +33,6 @@ from minigpt.runs.overrides import (
     relevant_settings,
     short_names,
 )
-from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
@@ -51,6 +50,7 @@ from minigpt.sweeps.results import (
 from minigpt.utils.checks import BOOLEAN
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import sha256_json
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import log
@@ -132,7 +132,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             config = self._once(self.compose, values)
             point = replace(point, settings=relevant_settings(config))
-            checked = config if config.minutes is None else with_possible_sizes(config, self._overrides(values))
+            checked = config
+            if config.minutes is not None:
+                checked = from_extras("with_possible_sizes")(config, self._overrides(values))
             corpus, model, pretrained = load_parts(checked, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):

@@ -1,0 +1,1 @@
+"""Start from and export to models and tokenizers of Hugging Face."""

@@ -1,0 +1,141 @@
+"""Models of Hugging Face, in a folder or on the Hub, to start a run from."""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from minigpt.checkpoints.format import explain_errors
+from minigpt.checkpoints.init_from import Pretrained
+from minigpt.checkpoints.load import build_model, check_size, check_vocabulary
+from minigpt.config import GPTConfig
+from minigpt.extras.huggingface.conversion import FAMILIES, Family, config_to_ours, weight_to_ours
+from minigpt.extras.huggingface.tokenizer_json import load_tokenizer
+from minigpt.model import GPT
+from minigpt.structure import empty_model
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
+from minigpt.utils.scripts import import_extra
+
+CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
+
+
+class HuggingFaceModel(Pretrained):
+    """A folder of Hugging Face, whose weights are read by `load`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, or the id of the Hub."""
+        return self.source if self.revision else self.path.name
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of its weights."""
+        return _weight_files(self.path)
+
+    def load(self, config: GPTConfig | None = None) -> GPT:
+        """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
+        return load_folder(self.path, config)
+
+
+def find_huggingface(source: str) -> HuggingFaceModel:
+    """Find a folder, or download the files of an id of the Hub; read the configuration and the tokenizer.
+
+    Args:
+        source: the id may end in `@` and a revision.
+
+    Raises:
+        UserError: there is no such model, or minigpt cannot read it.
+    """
+    path, revision = Path(source).expanduser(), None
+    if path.exists():
+        source = str(path.resolve())
+    else:
+        path = _download(source)
+        revision = path.name
+    with explain_errors(f"{path} cannot be loaded"):
+        config = config_to_ours(read_json(path / CONFIG))
+    tokenizer = load_tokenizer(path)
+    with explain_errors(f"{path} cannot be loaded"):
+        check_vocabulary(config, tokenizer)
+    return HuggingFaceModel(path, source, revision, config, tokenizer)
+
+
+def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
+    """Load the model of a Hugging Face folder, in float32 and evaluation mode.
+
+    Args:
+        config: a block size that is smaller than that of the folder, and dropout; None: those of the folder, and 0.
+
+    Raises:
+        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
+    """
+    with explain_errors(f"{folder} cannot be loaded"):
+        values = read_json(Path(folder, CONFIG))
+        stored = config_to_ours(values)
+        weights = _read_weights(Path(folder), stored, FAMILIES[values["model_type"]])
+        return build_model(config or stored, weights).eval()
+
+
+def _download(source: str) -> Path:
+    """Download the files of a model into the cache of huggingface_hub, and return their folder."""
+    name, _, revision = source.partition("@")
+    first = name.partition("/")[0]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
+        raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
+    hub = import_extra("huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface")
+    hub.logging.set_verbosity_error()  # without a line per retry
+    try:
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+    except Exception as error:  # its own, of HTTP and of the file system
+        problem = f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub"
+        raise UserError(f"{problem}: {' '.join(str(error).split()):.300}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index.
+
+    Without an index all shards are read; raise UserError if they are of several models, or there is no file.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    shards = sorted(folder.glob(SHARDS))
+    if (folder / INDEX).is_file():
+        with explain_errors(f"{folder / INDEX} is damaged"):
+            names = set(read_json(folder / INDEX)["weight_map"].values())
+            shards = [file for name in sorted(names) if (file := folder / name).is_file()]
+    elif len({file.stem.rpartition("-of-")[2] for file in shards}) > 1:
+        raise UserError(f"{INDEX} is missing, and the shards in {folder} are of several models; keep those of one")
+    if not shards:
+        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
+    return shards
+
+
+def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:
+    """Read the weights of a folder by our names, in float32."""
+    files, theirs = _weight_files(folder), dict[str, Tensor]()
+    for file in files:
+        tensors = load_file(file, backend="pread")
+        if twice := sorted(tensors.keys() & theirs):
+            raise UserError(f"the weight {twice[0]} is in several files")
+        theirs |= tensors
+    theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
+    check_size(config, len(theirs), sum(file.stat().st_size for file in files))
+    base = family.modules["wte"].partition(".")[0]
+    if not any(name.startswith(f"{base}.") for name in theirs):  # the model was saved without its head
+        theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}
+    weights: dict[str, Tensor] = {}
+    for name in empty_model(config).state_dict():
+        if name == "lm_head.weight" and config.tie_embeddings:
+            theirs.setdefault(name, weights["wte.weight"])
+        weights[name] = weight_to_ours(name, family, config, theirs)
+    if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
+        raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+    if theirs:
+        raise UserError(f"unexpected weights: {', '.join(sorted(theirs)[:3])}")
+    return weights

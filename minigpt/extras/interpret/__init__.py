@@ -1,0 +1,1 @@
+"""What a model learned: attention maps, ablation of heads, copied text, kinds of tokens."""

@@ -1,0 +1,1 @@
+"""Plan a run for `minutes=`: its sizes, steps, batch, regularization and rates."""

@@ -1,0 +1,279 @@
+"""Plan a run for `minutes=`: its size, steps, batch, regularization and rates, from the text, the time and the machine.
+
+The plan is made of ordinary settings, which are written to the configuration of the run. Its formulas are fits to runs
+on CPUs, which docs/recipes.md shows.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf, log2, log10
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+
+from minigpt.data.token_files import Corpus
+from minigpt.distributed.process_group import started_together
+from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
+from minigpt.extras.planner.planned_sizes import planned_heads
+from minigpt.extras.planner.step_time import step_seconds
+from minigpt.runs.config_checks import load_parts
+from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
+from minigpt.runs.overrides import given_settings, relevant_settings
+from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json, sha256_json, write_json
+
+# (n_layer, n_embd); a step of each takes up to twice the time of the one before
+SIZES = (
+    *((1, 64), (2, 64), (2, 96), (2, 128), (2, 192), (2, 256), (3, 256), (3, 384), (4, 384), (4, 512), (6, 512)),
+    *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
+)
+LEAST_VAL_BYTES = 1000
+# Settings that the formula of the loss was fitted over, and those that do not change what is trained.
+FITTED = re.compile(
+    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
+    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
+    r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
+    r"|compile|checkpoint_blocks|collective_timeout"
+)
+COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
+LONGEST_NGRAM = 8
+MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
+LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
+MEASURING = 0.005  # of the time at most, to measure a size
+MOST_REPEATS = 3  # of the layers
+TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
+OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
+VALIDATING, MOST_VALIDATIONS = 0.05, 10  # share of the time and number of validations, at most
+
+Settings = dict[str, Any]  # by key, such as "model.n_embd"
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a plan needs to know of a text."""
+
+    tokens: int  # of the training split
+    val_tokens: int
+    ngram: int  # length of the n-grams that predict the validation split best
+    distinct_ngrams: int  # of this length, in the counted tokens
+    ngram_loss: float  # of predicting the validation split from them, in nats per token
+
+
+def plan_run(
+    cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float
+) -> tuple[Any, ...]:
+    """Set the plan of the run that resumes, or a new one, in `cfg`; return its parts. Minutes count from `started`."""
+    if started_together():
+        raise UserError("minutes plans for one process; set max_steps instead")
+    given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
+
+    def plan_to(path: Path) -> None:
+        write_json(path, make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes))
+
+    if cfg.resume != "auto" or not file.exists():
+        if sweep.exists():  # whose runs share a plan if they differ in their seed alone
+            row = sha256_json({**relevant_settings(cfg), "seed": None})
+            shared = sweep.with_name(f".plan-{row[:16]}.json")
+            with FileLock(f"{shared}.lock"):
+                if not shared.exists():
+                    plan_to(shared)
+            write_json(file, _read_plan(shared))
+        else:
+            plan_to(file)
+    plan = _read_plan(file)
+    cfg.merge_with(updated(cfg, without(given, plan["settings"])))
+    for line in plan["lines"]:
+        append_log(folder, line)
+    return load_parts(cfg, folder=folder)
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
+
+
+def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
+    """Choose the settings that are not `given`; return them, the expected loss if it is known, and lines about both.
+
+    Sizes are measured from the smallest on, until the expected loss rises.
+
+    Args:
+        given: keys of settings and config groups that the user chose, such as "model.n_embd" or "optimizer".
+        deadline: `time.perf_counter()` when the run should end.
+
+    Raises:
+        UserError: the text is too short to plan for, or the time for a step.
+    """
+    text, budget = read_text(corpus), deadline - time.perf_counter()
+    if budget <= 0:
+        raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
+    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
+    for size in SIZES:
+        settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
+        trial = updated(cfg, settings)
+        if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
+            continue  # the settings that are given leave one size, or it is too large
+        step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
+        tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
+        candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
+        if candidates[-1][0] > min(loss for loss, *_ in candidates):
+            break
+    _, step, settings = min(candidates, key=lambda candidate: candidate[0])
+    trial = updated(cfg, settings)
+    settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
+    trial = updated(cfg, settings)
+    step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
+    # Drawing takes as long as training.
+    drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
+    end = OVERHEAD + drawing
+    settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
+    if (trial := updated(cfg, settings)).max_steps < 1:
+        part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
+        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
+    unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
+    unfitted += [f"max_steps below {LEAST_STEPS}"] if trial.max_steps < LEAST_STEPS else []
+    if unfitted:
+        expected, loss = None, f"unknown: the formula of the loss was not fitted to runs with {', '.join(unfitted)}"
+    else:
+        expected = expected_loss(trial, text)
+        loss = f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}"
+    lines = [*explain(trial, text, step), f"expected    {loss}"]
+    return {"settings": settings, "expected_val_loss": expected, "lines": lines}
+
+
+def read_text(corpus: Corpus) -> Text:
+    """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
+    if corpus.val.bytes < LEAST_VAL_BYTES:
+        found = f"{LEAST_VAL_BYTES:,} bytes of validation text, but the split has {corpus.val.bytes:,} bytes"
+        raise UserError(f"minutes=… needs {found}; use a longer text or a larger data.val_fraction, or set max_steps")
+    train, val = corpus.tokens("train"), corpus.tokens("val")
+    counted, scored = evenly_spaced(train, COUNTED_TOKENS), evenly_spaced(val, SCORED_TOKENS)
+    losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
+    best = losses.index(min(losses))
+    return Text(len(train), len(val), best + 1, distinct[best], losses[best])
+
+
+def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
+    """Return the settings of a size, which do not depend on the speed."""
+    n_layer = cfg.model.n_layer // cfg.model.layer_repeats if "model.n_layer" in given else n_layer
+    n_embd, n_head = planned_heads(cfg.model, given, n_embd)
+    dropout = 0.5 - 0.3 * log10(text.tokens / 45_000) + 0.2 * log10(n_layer * n_embd**2 / 18_000)
+    return {
+        "model.n_layer": n_layer * cfg.model.layer_repeats,
+        "model.n_embd": n_embd,
+        "model.n_head": n_head,
+        "model.ngram": text.ngram if text.ngram > 1 else 0,
+        "model.ngram_dropout": round(min(0.5, max(0.0, dropout)), 2),
+        "optimizer.ngram_weight_decay": round(min(1.0, text.tokens / 1e6) ** -0.5, 2),
+    }
+
+
+def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
+    """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows `possible` tokens."""
+    block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), 1024, text.val_tokens - 1))
+    per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
+    rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
+    batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
+    return {"model.block_size": block_size, "data.batch_size": batch_size, "model.ngram_buckets": buckets}
+
+
+def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Settings:
+    """Return repeats of layers, windows and tables; without repeats the time allows training on `possible` tokens.
+
+    A layer that is used n times is taken for n layers, except that the model does not overfit earlier.
+    """
+    most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
+    tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
+    n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n], text))
+    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n], possible / n)
+
+
+def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
+    """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
+    useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)  # the best checkpoint is from earlier
+    most = cfg.max_steps if "max_steps" in given else max(1, int(useful))
+    whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
+    per_batch = cfg.data.eval_batch_size * cfg.model.block_size
+    part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)  # of the validation split
+    least = 1 if "eval_batches" in given else 2
+    validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
+    if "eval_batches" not in given:
+        part = min(1.0, VALIDATING * seconds / (validations * whole))
+    steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
+    scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
+    return {
+        "max_steps": steps,
+        "eval_every": max(1, -(-steps // validations)),
+        "eval_batches": None if part == 1 else max(1, int(part * text.val_tokens / per_batch)),
+        "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
+        "schedule.warmup_steps": min(100, steps // 100),
+        **{f"optimizer.{x}": round(scale * cfg.optimizer[x], 4) for x in ("lr", "adam_lr") if x in cfg.optimizer},
+    }
+
+
+def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
+    """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
+    fresh = 2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))  # repeats: https://arxiv.org/abs/2305.16264
+    return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
+
+
+def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
+    """Return after how many tokens a training begins to overfit, or its steps end; a larger model overfits earlier."""
+    tokens = 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
+    return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
+
+
+def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
+    """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
+    tokens = useful_tokens(cfg, {"max_steps"}, text)
+    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
+    loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
+    loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
+    return loss, 0.15 * loss
+
+
+def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
+    """Return the lines that describe a plan."""
+    sizes = ", ".join(f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram"))
+    epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text)))
+    return [
+        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
+        f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
+        f"n-grams of up to {text.ngram} tokens predict the text best",
+    ]
+
+
+def without(given: set[str], settings: Settings) -> Settings:
+    """Return the settings whose key and config group are not given; a given corpus has the batch size of the plan."""
+    given = given - {"data"}
+    return {key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given}
+
+
+def updated(cfg: DictConfig, settings: Settings) -> DictConfig:
+    """Return a copy of a configuration with other settings."""
+    cfg = cfg.copy()
+    for key, value in settings.items():
+        OmegaConf.update(cfg, key, value)
+    return cfg
+
+
+def tokens_per_step(cfg: DictConfig) -> int:
+    """Return the tokens of an optimizer step."""
+    return int(cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size)
+
+
+def parameters(cfg: DictConfig) -> int:
+    """Return the number of parameters of the matrices in the blocks."""
+    return int(12 * cfg.model.n_layer // cfg.model.layer_repeats * cfg.model.n_embd**2)
+
+
+def power_of_two(value: float) -> int:
+    """Return the nearest power of two that is not above `value`, at least 1."""
+    return 1 << max(0, int(log2(max(1, value))))

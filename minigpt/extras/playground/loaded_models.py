@@ -1,0 +1,120 @@
+"""The models that a server offers: their names, and their engines, which are loaded on first use."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path
+from minigpt.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from minigpt.extras.playground.engine import Engine
+
+
+def find_models(sources: Sequence[str]) -> dict[str, str]:
+    """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
+
+    Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all runs, the newest first.
+    Raises UserError if a source does not exist, or there is no run.
+    """
+    if not sources:
+        newest_first = sorted(Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
+        sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None))]
+    found: dict[str, str] = {}
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.exists():
+            source = str(path.resolve())
+            path = path.resolve() if (path / "config.json").is_file() else named_path(find_checkpoint(path))
+        else:
+            from minigpt.checkpoints.init_from import find_pretrained
+
+            find_pretrained(source)
+        if source not in found.values():
+            name, with_parent = path.name, "/".join(path.parts[-2:])  # a run of a sweep is a number
+            names = chain([with_parent if name.isdigit() else name, with_parent], map(f"{name}-{{}}".format, count(2)))
+            found[next(name for name in names if name not in found)] = source
+    return found
+
+
+class Models:
+    """Engines by the names of their models. All methods are for one asyncio event loop.
+
+    The name of a run may end in `@` and the step of one of its snapshots. The snapshots of one run are kept at a time.
+
+    Args:
+        sources: the result of `find_models`.
+        device: "auto" or a device of torch.
+    """
+
+    def __init__(self, sources: dict[str, str], *, device: str) -> None:
+        self.sources, self.device, self.created = sources, device, int(time.time())
+        self._loads: dict[str, tuple[int, asyncio.Task[Engine]]] = {}  # that run or succeeded, by the time of the file
+
+    def names(self) -> list[str]:
+        """Return the names of the models that are loaded, of the Hub, or still on the disk."""
+        paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
+        return [name for name, path in paths.items() if name in self._loads or path.exists() or not path.is_absolute()]
+
+    def split(self, name: str) -> tuple[str, int | None] | None:
+        """Return the name of a model and the step of its snapshot, which is None without one; None: no such model."""
+        names, (base, _, step) = self.names(), name.rpartition("@")
+        if name in names:
+            return name, None
+        found = base in names and step.isdecimal() and int(step) in find_snapshots(self.sources[base])
+        return (base, int(step)) if found else None
+
+    def missing_snapshot(self, name: str) -> str:
+        """Return which snapshots there are, if a name is that of a run and of a step without one."""
+        base, _, step = name.rpartition("@")
+        if base not in self.names() or not step.isdecimal():
+            return ""
+        steps = ", ".join(map(str, find_snapshots(self.sources[base]))) or "none"
+        return f"{base} has no snapshot of step {step}; it has those of {steps}"
+
+    async def engine(self, name: str) -> "Engine":
+        """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
+        base, step = self.split(name) or (name, None)
+        loaded, load = self._loads.get(name, (0, None))
+        written = self._written(base, step) or loaded
+        if load is None or (written > loaded and load.done() and not load.result().busy):  # the run has a better one
+            load = asyncio.create_task(self._load(name, base, step))
+            self._loads[name] = written, load
+        if step is not None:
+            self._forget_snapshots(but=base)
+        return await asyncio.shield(load)  # a cancelled request leaves it to the next one
+
+    async def close(self) -> None:
+        """Close all engines."""
+        loaded = (load.result() for _, load in self._loads.values() if load.done())
+        await asyncio.gather(*(engine.close() for engine in loaded))
+
+    def _written(self, base: str, step: int | None) -> int:
+        """Return when the checkpoint of a run was written, in ns; 0 for other models, and for a run that is gone."""
+        source = Path(self.sources[base])
+        try:
+            return find_checkpoint(source, step=step).stat().st_mtime_ns if source.is_absolute() else 0
+        except (OSError, UserError):
+            return 0
+
+    async def _load(self, name: str, base: str, step: int | None) -> "Engine":
+        from minigpt.checkpoints.init_from import find_pretrained
+        from minigpt.device import find_device
+        from minigpt.extras.playground.engine import Engine
+
+        try:
+            found = await asyncio.to_thread(find_pretrained, self.sources[base], step=step)
+            model = await asyncio.to_thread(lambda: found.load().to(find_device(self.device)))
+            return Engine(model, found.tokenizer)
+        except BaseException:
+            del self._loads[name]  # the next request tries again
+            raise
+
+    def _forget_snapshots(self, *, but: str) -> None:
+        for name in [name for name in self._loads if name not in self.sources and name.rpartition("@")[0] != but]:
+            _, load = self._loads[name]
+            if load.done() and not load.result().busy:
+                del self._loads[name]

@@ -1,0 +1,147 @@
+"""The page, and the API that it uses: texts with the probability of every token, samples, attention, history."""
+
+import asyncio
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from minigpt.checkpoints.find import find_checkpoint, find_snapshots, run_folder
+from minigpt.data.detokenizer import token_pieces
+from minigpt.data.tokenizer import whole_characters
+from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.interpret.learning import learning_curves
+from minigpt.extras.interpret.originality import compare
+from minigpt.extras.playground import http
+from minigpt.extras.playground.engine import Engine, SampleRequest, Token
+from minigpt.extras.playground.loaded_models import Models
+from minigpt.extras.playground.render import MAX_MAP_TOKENS, describe
+from minigpt.generation import check_ids
+from minigpt.model import GPT
+from minigpt.runs.history import read_history
+from minigpt.runs.run_dir import run_status
+from minigpt.sampling import Sampling
+from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
+from minigpt.utils.errors import require
+
+MAX_SCORED = 32768  # tokens of a text
+MAX_COMPARED = 20_000  # characters
+N_TOP = 10  # alternatives of a token
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+def page_routes(models: Models) -> list[Route]:
+    """Return the routes of the page and its API."""
+
+    async def names(request: Request) -> Response:
+        return http.json_response({"models": models.names()})
+
+    async def description(request: Request) -> Response:
+        name = request.path_params["name"]
+        engine = await http.find_engine(models, name)
+        return http.json_response(describe(name, engine.model.config, engine.tokenizer.name))
+
+    async def history(request: Request) -> Response:
+        return http.json_response(await asyncio.to_thread(_history, folder_of(request)))
+
+    async def learning(request: Request) -> Response:
+        return http.json_response(await asyncio.to_thread(learning_curves, folder_of(request)))
+
+    async def originality(engine: Engine, values: dict[str, Any]) -> Response:
+        path = find_checkpoint(models.sources[http.check_model(models, values["model"])])
+        return http.json_response(await asyncio.to_thread(compare, path, values["text"]))
+
+    def folder_of(request: Request) -> Path:
+        path = Path(models.sources[http.check_model(models, request.path_params["name"])])
+        return run_folder(path) if path.is_file() else path
+
+    async def file(request: Request) -> Response:
+        path = folder / (request.scope["path"].lstrip("/") or "index.html")
+        return FileResponse(path, headers={"Cache-Control": "no-cache"}, media_type=_TYPES[path.suffix])
+
+    folder = Path(str(files("minigpt.extras.playground").joinpath("page")))
+    paths = ["/", *(f"/{path.name}" for path in folder.iterdir() if path.suffix in _TYPES)]
+    return [
+        *(Route(path, file) for path in paths),
+        Route("/api/models", names),
+        Route("/api/models/{name:path}", description),
+        Route("/api/history/{name:path}", history),
+        Route("/api/learning/{name:path}", learning),
+        http.post("/api/score", models, _SCORE, _score),
+        http.post("/api/generate", models, _GENERATE, _generate),
+        http.post("/api/attention", models, _ATTENTION, _attention),
+        http.post("/api/originality", models, _ORIGINALITY, originality),
+    ]
+
+
+def _history(folder: Path) -> dict[str, Any]:
+    """Return what is known of a run, which may be training: its curves, its samples, its snapshots, its status."""
+    return {**(read_history(folder) or {}), "steps": list(find_snapshots(folder)), "status": run_status(folder)}
+
+
+async def _score(engine: Engine, values: dict[str, Any]) -> Response:
+    ids = values["ids"]
+    if values["text"] is not None:
+        ids = (await asyncio.to_thread(engine.tokenizer.encode, whole_characters(values["text"]))).tolist()
+    require("the text", f"{len(ids):,} tokens", lambda _: len(ids) <= MAX_SCORED, f"at most {MAX_SCORED:,} tokens long")
+    tokens = await engine.score(ids, n_top=N_TOP) if ids else []
+    texts = token_pieces(engine.tokenizer, ids)
+    return http.json_response({"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]})
+
+
+async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
+    sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
+    prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.end_ids)
+    tokens = engine.generate(SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
+    lines = (_line(_to_json(engine, token, token.text)) async for token in tokens if token.reason != "stop")
+    return http.stream(tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson")
+
+
+def _line(content: object) -> str:
+    return json.dumps(content) + "\n"
+
+
+async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
+    """Return the weights (T, T) of one head, or their mean over the heads, as float32 in little-endian order."""
+    config, layer, head = engine.model.config, values["layer"], values["head"]
+    require("layer", layer, *integer(0, config.n_layer - 1))
+    require("head", head, *or_null(integer(0, config.n_head - 1)))
+    ids = check_ids(values["ids"], config.vocab_size)[-min(config.block_size, MAX_MAP_TOKENS) :]
+
+    def compute(model: GPT) -> bytes:
+        tokens = torch.tensor(ids, device=model.wte.weight.device)
+        weights = attention_maps(model, tokens, slice(layer, layer + 1))[0]  # (H, T, T)
+        shown = weights.mean(dim=0) if head is None else weights[head]  # (T, T)
+        return shown.numpy().astype("<f4").tobytes()
+
+    return Response(await engine.run(compute), media_type="application/octet-stream")
+
+
+def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
+    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
+    top = [{"id": i, "text": engine.tokenizer.decode([i]), "logprob": value} for i, value in token.top]
+    return {"id": token.id, "text": text, "logprob": token.logprob, "rank": token.rank, "top": top}
+
+
+_SHORT = (lambda v: isinstance(v, str) and len(v) <= MAX_COMPARED, f"a text of at most {MAX_COMPARED:,} characters")
+_ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, _SHORT)}
+_IDS = (http.is_ids, "a list of token ids")
+_SCORE: http.Settings = {**http.MODEL, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}
+_GENERATE: http.Settings = {
+    **http.MODEL,
+    **http.SAMPLING,
+    "ids": ([], _IDS),
+    "max_tokens": (256, integer(1, http.MAX_TOKENS)),
+    "seed": (0, NON_NEGATIVE_INT),
+}
+_ATTENTION: http.Settings = {
+    **http.MODEL,
+    "ids": (http.REQUIRED, _IDS),
+    "layer": (http.REQUIRED, NON_NEGATIVE_INT),
+    "head": (None, NON_NEGATIVE_INT),
+}

@@ -1,1 +1,0 @@
-"""Interpretability: attention maps, head statistics and head ablation of a trained model."""

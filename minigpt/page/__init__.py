@@ -1,1 +1,0 @@
-"""The HTML page: to play with served models, or to hold a model itself."""

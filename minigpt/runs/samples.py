@@ -1,0 +1,94 @@
+"""A sample at every validation, and the final sample of a run.
+
+The callback runs before the checkpoint is saved, so that a resumed run neither lacks nor repeats an output. All ranks
+compute it, because they gather sharded weights together; rank 0 writes it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from tqdm import tqdm
+
+from minigpt.data.tokenizer import Tokenizer, encode_prompt
+from minigpt.generation import stream
+from minigpt.generation_settings import check_settings
+from minigpt.model import GPT
+from minigpt.runs.run_dir import SAMPLES
+from minigpt.runs.wandb_logger import wandb_loggers
+from minigpt.utils.cli import error_text
+from minigpt.utils.terminal import unescape, warn
+
+DRAWN_SHARE = 0.01  # tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
+
+
+class Samples(Callback):
+    """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
+
+    Args:
+        max_new_tokens: None is 200, or fewer in a short training: `DRAWN_SHARE` of the tokens between validations.
+        settings: of `generate`: temperature, top_k, seed.
+    """
+
+    def __init__(self, *, prompt: str, max_new_tokens: int | None, **settings: Any) -> None:
+        self.prompt, self.max_new_tokens, self.settings = unescape(prompt), max_new_tokens, settings
+        given = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+        check_settings(key=lambda name: f"callbacks.samples.{name}", **given, **settings)
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
+        encode_prompt(self.tokenizer, self.prompt)  # a character that the tokenizer lacks is an error before training
+        cfg = trainer.datamodule.cfg  # type: ignore[attr-defined]
+        trained = trainer.val_check_interval * cfg.data.batch_size * cfg.model.block_size  # between validations
+        self.settings["max_new_tokens"] = self.max_new_tokens or max(16, min(200, int(trained * DRAWN_SHARE)))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        with only_a_warning(f"Samples failed at step {trainer.global_step}"):
+            text = sample_text(pl_module.model, self.tokenizer, self.prompt, **self.settings)
+            if trainer.is_global_zero:
+                with open(Path(trainer.default_root_dir) / SAMPLES, "a", encoding="utf-8") as file:
+                    file.write(f"── {title(trainer)} ──\n{text.strip()}\n\n")
+                for wandb in wandb_loggers(trainer):
+                    wandb.log_html("samples", text)
+
+
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
+    """Return a prompt and one continuation of it, as `draw` does."""
+    return prompt + tokenizer.decode(draw(model, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)[0])
+
+
+def draw(model: GPT, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any) -> list[list[int]]:
+    """Return the ids that `generate` draws after those of a prompt (T,), but stop after so many seconds."""
+    end, drawn, mode = time.perf_counter() + seconds, list[list[int]](), torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
+    try:
+        steps: Any = stream(model, torch.as_tensor(prompt).long(), max_new_tokens=max_new_tokens, **settings)
+        hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
+        for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
+            drawn.append(step.tokens)
+            if time.perf_counter() > end:
+                break
+        steps.close()  # leaves the model in its mode
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+    return [list(ids) for ids in zip(*drawn, strict=True)]  # per sample
+
+
+@contextmanager
+def only_a_warning(failure: str) -> Iterator[None]:
+    """Print an error as a warning: a run can do without its samples and pictures."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{failure}: {error_text(error)}")
+
+
+def title(trainer: L.Trainer) -> str:
+    """Return the step and the validation loss."""
+    return f"step {trainer.global_step}, validation loss {float(trainer.callback_metrics['val_loss']):.4f}"

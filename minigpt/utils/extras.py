@@ -1,0 +1,17 @@
+"""The functions and classes of `minigpt.extras` that the core uses: by name, and imported when they are first used."""
+
+from pkgutil import resolve_name
+from typing import Any
+
+_MODULES = {
+    "HuggingFaceTokenizer": "huggingface.huggingface_tokenizer",
+    "find_huggingface": "huggingface.pretrained",
+    "final_originality": "interpret.final_originality",
+    "plan_run": "planner.plan",
+    "with_possible_sizes": "planner.planned_sizes",
+}
+
+
+def from_extras(name: str) -> Any:
+    """Return a function or a class of the extras."""
+    return resolve_name(f"minigpt.extras.{_MODULES[name]}:{name}")

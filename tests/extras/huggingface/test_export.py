@@ -1,0 +1,186 @@
+"""Exported models in transformers: logits, loss and greedy text are equal."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from corpora import random_texts
+from exported import CHARACTERS, LLAMA, MUP, random_model
+from exported import MODELS as OTHERS
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from minigpt import GPT, generate, load_checkpoint
+from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.init_from import find_pretrained
+from minigpt.checkpoints.load import save_checkpoint
+from minigpt.data.tokenizer import Tokenizer
+from minigpt.extras.huggingface.conversion import FAMILIES
+from minigpt.extras.huggingface.export_huggingface import export_folder, export_model, modeling_code
+from minigpt.extras.huggingface.huggingface_tokenizer import HuggingFaceTokenizer
+from minigpt.extras.huggingface.pretrained import load_folder
+from minigpt.runs.run_dir import read_summary
+from minigpt.utils.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of the class, if it is one of transformers
+    **{name: values for name, values in OTHERS.items() if name != "one position"},
+    "GPT-2 under mup": MUP,
+    "Starcoder2, the default": {"position": "rope", "bias": False, "rope_base": 300.0},
+    "MiniGPT with a gated MLP": {"position": "rope", "bias": False, "activation": "swiglu"},
+    "MiniGPT with heads that do not divide the width": {**LLAMA, "n_embd": 36, "n_head": 8, "head_dim": 6},
+    "Llama with biases": {**LLAMA, "bias": True},
+    "Llama with normalized embeddings": {**LLAMA, "embed_norm": True},
+    "Qwen2": {**LLAMA, "qkv_bias": True, "n_kv_head": 2},
+    "Qwen3 without weights of QK-norm": {**LLAMA, "qk_norm": True},
+    "Arcee": {**LLAMA, "activation": "relu2"},
+}
+CLASSES = [family.architecture for family in FAMILIES.values()] + ["MiniGPTForCausalLM"]
+
+
+def in_transformers(model: GPT, folder: Path, tokenizer: Tokenizer = CHARACTERS) -> Any:
+    save_checkpoint(model, tokenizer, folder / "model.safetensors")
+    architecture = export_folder(find_pretrained(str(folder / "model.safetensors")), folder / "model")
+    own = architecture == "MiniGPTForCausalLM"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", trust_remote_code=own)
+    assert type(theirs).__name__ == architecture
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_path):
+    ours = random_model(**MODELS[name])
+    theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
+    architecture, first = type(theirs).__name__, re.sub("[ ,].*|-", "", name)
+    first = "Llama" if first == "Qwen2" else first  # with a tokenizer that is not Qwen2's
+    assert architecture.startswith(first) or not any(known.startswith(first) for known in CLASSES)
+    assert theirs.get_input_embeddings().weight.shape == ours.wte.weight.shape
+    assert f" with {theirs.num_parameters():,} parameters" in (tmp_path / "model/README.md").read_text()
+    T = ours.config.block_size
+    tokens = torch.randint(0, 101, (3, T), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens, labels=tokens)
+        assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
+        assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
+    text = theirs.generate(tokens[:1, :4], max_new_tokens=T - 4, do_sample=False)
+    (sample,) = generate(ours, tokens[0, :4], max_new_tokens=T - 4, temperature=0)
+    assert sample.tokens == text[0, 4:].tolist()
+    if not architecture.startswith("MiniGPT"):  # loaded and exported again, it has equal bits
+        theirs.save_pretrained(tmp_path / "theirs")
+        config, weights = export_model(load_folder(tmp_path / "theirs"))
+        assert_close(weights, load_file(tmp_path / "model/model.safetensors"), rtol=0, atol=0)
+        assert config.items() <= json.loads((tmp_path / "model/config.json").read_text()).items()
+
+
+def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
+    ours = random_model()
+    ours.lm_head.weight = torch.nn.Parameter(ours.wte.weight.detach().flip(0))
+    assert torch.equal(export_model(ours)[1]["lm_head.weight"], ours.lm_head.weight)
+    ours.blocks[0].mlp.activation = torch.sin
+    with pytest.raises(UserError, match=r"model\.blocks\.0\.mlp\.activation is changed"):
+        export_model(ours)
+
+
+def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path):
+    ours = random_model(smear=1, block_size=16)
+    theirs = in_transformers(ours, tmp_path)
+    tokens = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = theirs(tokens, attention_mask=mask, labels=tokens)
+    right = theirs(tokens, attention_mask=mask.flip(1))
+    with torch.no_grad():
+        assert_close(whole.logits[:1, 4:], ours(tokens[:1, 4:]), rtol=0, atol=1e-4)
+        assert_close(right.logits[:1, :5], ours(tokens[:1, :5]), rtol=0, atol=1e-4)
+    options = {"position_ids": positions, "use_cache": True, "num_items_in_batch": 16, "logits_to_keep": 3}
+    found = theirs(tokens, attention_mask=mask, labels=tokens, **options)
+    assert torch.equal(found.logits, whole.logits[:, -3:])
+    assert_close(found.loss, whole.loss)  # of 16 labels
+    holes = mask.clone()
+    holes[1, 4] = 0
+    for refused, message in (
+        ({"position_ids": torch.arange(9)[None]}, "position_ids must count the tokens of each row from 0"),
+        ({"attention_mask": holes}, "attention_mask must have zeros on the left and on the right only"),
+        ({"attention_mask": mask[:, 1:]}, r"attention_mask must be \(2, 9\), got \(2, 8\)"),
+        ({"output_hidden_states": True}, "MiniGPTForCausalLM does not support output_hidden_states"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs(tokens, **{"attention_mask": mask, **refused})
+    greedy = {"max_new_tokens": 12, "do_sample": False}  # beyond the 16 tokens of a block
+    alone = theirs.generate(tokens[:1, 4:], **greedy)
+    assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy)[:1, 4:], alone)
+
+
+def tokenizer_content(name: str) -> str:
+    """Return a tokenizer.json of the steps of Qwen2, or with digits in threes as Llama 3."""
+    tokenizer = transformers.Qwen2Tokenizer()._tokenizer
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the number 123 123 456 456 of 2024 2024 " * 9], trainer)
+    content = tokenizer.to_str()
+    return content if name == "qwen2" else content.replace("|\\\\p{N}|", "|\\\\p{N}{1,3}|")
+
+
+FAMILY_MODELS = ["GPT-2", "Llama", "Qwen2", "Qwen3", "Arcee", "NanoChat", "Starcoder2, the default"]
+
+
+@pytest.mark.parametrize("family", FAMILY_MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, name, family):
+    """transformers takes the steps of Qwen2's tokenizer for every model of type qwen2."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
+    model, tokens = random_model(**MODELS[family], vocab_size=tokenizer.vocab_size), torch.arange(20)[None]
+    exported = in_transformers(model, tmp_path, tokenizer)
+    with torch.no_grad():
+        assert_close(exported(tokens).logits, model(tokens), rtol=0, atol=1e-4)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    reference = tokenizers.Tokenizer.from_str(tokenizer.json)
+    for text in ["in 1234567 of 2024", "x<|endoftext|>y\n\n  z", "cafe\u0301 12 345", *random_texts(30)]:
+        text = text.replace("\ud800", "")
+        assert theirs(text)["input_ids"] == reference.encode(text).ids
+
+
+def test_the_modeling_file_needs_no_minigpt(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "minigpt"]:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
+    exec(modeling_code(), module.__dict__)
+    assert issubclass(module.MiniGPTForCausalLM, transformers.PreTrainedModel)
+
+
+def test_an_exported_run_works_in_transformers(trained, call, tmp_path):
+    run = trained("tokenizer=bpe", "tokenizer.vocab_size=300")
+    folder, weights = tmp_path / "exports" / "tiny", tmp_path / "weights.safetensors"
+    exported = call("export.py", str(run), "--to", "huggingface", "--out", str(folder))
+    assert exported.stdout.splitlines()[-1] == f"to upload it: hf upload tiny {folder}", exported.stderr
+    model, encoding = load_checkpoint(run)
+    text = "7: the quick brown fox\n"
+    assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids == encoding.encode(text).tolist()
+    pipeline = transformers.pipeline("text-generation", model=str(folder))
+    (answer,) = pipeline("the quick", max_new_tokens=7, do_sample=False)
+    (sample,) = generate(model, encoding.encode("the quick"), max_new_tokens=7, temperature=0)
+    assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
+    assert f"best_val_loss: {read_summary(run)['best_val_loss']}" in (folder / "README.md").read_text()
+
+    assert call("export.py", str(run), "--to", "safetensors", "--out", str(weights)).returncode == 0
+    alone, its_tokenizer = load_checkpoint(weights)
+    assert_close(alone.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert its_tokenizer.to_dict() == encoding.to_dict()
+    assert weights.stat().st_size < (run / BEST).stat().st_size / 2
+
+
+def test_a_folder_of_hugging_face_is_exported_with_its_weights(call, gpt2_folder, tmp_path):
+    assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
+    weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
+    assert_close(*weights, rtol=0, atol=0)
+    assert "A GPT2LMHeadModel with " in (tmp_path / "copy/README.md").read_text()

@@ -1,0 +1,247 @@
+"""tokenizer.json, against the packages tokenizers, transformers and tiktoken."""
+
+import json
+import random
+import sys
+from functools import cache
+
+import pytest
+import rustbpe
+import tiktoken
+import tokenizers
+from corpora import ROOT, on_disk, prepare, random_texts, rows
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from minigpt.data import readers
+from minigpt.data.tokenizer import (
+    PATTERNS,
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    encode_prompt,
+    from_dict,
+)
+from minigpt.extras.huggingface.huggingface_tokenizer import HuggingFaceTokenizer
+from minigpt.extras.huggingface.tokenizer_json import load_tokenizer, tokenizer_files
+from minigpt.utils.errors import UserError
+
+TEXT_ALONE = {"add_special_tokens": False, "truncation": False, "padding": False}
+
+
+def texts(count, seed=0):
+    return [text.replace("\ud800", "") for text in random_texts(count, seed)]
+
+
+@cache
+def corpus():
+    code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/*.py"))]
+    return code + [text for text in texts(1000) if "<" not in text]  # no special token becomes a token of its text
+
+
+@cache
+def samples():
+    return ["", *texts(500, seed=1), *corpus()[:3], " a , b . it 's\n"]
+
+
+@cache
+def encoding_of(name):
+    """A tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
+    if name == "gpt2":
+        try:
+            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), tiktoken.get_encoding(name)
+        except OSError:
+            pytest.skip("gpt2 is not in the cache of tiktoken")
+    if name in ("cl100k_base", "o200k_base"):
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=PATTERNS[name])
+        tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        ranks, special = {token: rank for rank, token in enumerate(tokens)}, {SEPARATOR: 3005, "<|endofprompt|>": 3024}
+        encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special)
+        return from_dict(BPETokenizer(name, tokens, special).to_dict()), encoding
+    if name == "char":
+        return CharTokenizer("".join(sorted(set("".join(samples()))))), None
+    return ByteTokenizer() if name == "byte" else BPETokenizer.train(corpus(), 3000), None
+
+
+def theirs(tokenizer):
+    loaded = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer)["tokenizer.json"]))
+    loaded.encode_special_tokens = True
+    return loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_every_character_is_split_as_by_tiktoken(name):
+    ours, encoding = encoding_of(name)
+    written = theirs(ours)
+    for first in range(0, 0x110000, 0x1000):
+        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1  # ideographs, syllables, private use
+        characters = [chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
+        text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
+        assert written.encode(text).ids == encoding.encode_ordinary(text)
+
+
+def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it():
+    tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
+    tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
+    for text, ids in (("abcd", [256]), ("abcde", list(b"abcde"))):
+        assert theirs(tokenizer).encode(text).ids == tokenizer.encode(text).tolist() == ids
+
+
+@pytest.mark.parametrize("name", ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"])
+def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tmp_path, name):
+    ours, encoding = encoding_of(name)
+    again, rng = load_tokenizer(save(ours, tmp_path)), random.Random(0)
+    assert (again.vocab_size, again.token_bytes) == (ours.vocab_size, dict(ours.token_bytes))
+    assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
+    assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (ours.vocab_size, ours.separator.tolist())
+    for model in ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,):
+        loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, model))
+        assert (loaded.is_fast, loaded.eos_token) == (True, SEPARATOR if isinstance(ours, BPETokenizer) else None)
+        for text in samples():
+            ids = ours.encode(text).tolist()
+            assert again.encode(text).tolist() == loaded(text)["input_ids"] == ids
+            assert encoding is None or encoding.encode_ordinary(text) == ids
+            assert loaded.decode(ids) == ours.decode(ids) == text
+            drawn = rng.choices(ids, k=5) if ids else []  # not always UTF-8
+            assert loaded.decode(drawn) == ours.decode(drawn)
+            ended = [*ids, *ours.separator.tolist()]
+            assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
+
+
+def build(pre_tokenizer, decoder, normalizer=None, alphabet=None, **options):
+    tokenizer = tokenizers.Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if alphabet else [SEPARATOR]
+    letters = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters))
+    return tokenizer
+
+
+def qwen():
+    """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    split = pre_tokenizers.Split(Regex(pattern + r"|\s+(?!\S)|\s+"), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = build(pre_tokenizers.Sequence([split, level]), decoders.ByteLevel(), normalizers.NFC())
+    begin = "<|im_start|>"
+    tokenizer.add_tokens([AddedToken(begin, special=True), AddedToken("<think>", normalized=False), AddedToken("   ")])
+    template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=9)
+    return tokenizer
+
+
+def sentencepiece():  # of the shape of Llama 2, with a space before the text
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return build(
+        pre_tokenizers.Split("▁", "merged_with_next"),
+        decoders.Sequence(steps),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        list(map(chr, range(32, 127))),
+        **{"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
+    )
+
+
+@cache
+def content_of(name):
+    """Return a tokenizer.json: of GPT-2's shape is also "words", which has tokens of a line break and a word."""
+    if name == "llama2":
+        content = json.loads(sentencepiece().to_str())
+        content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
+    elif name == "qwen":
+        content = json.loads(qwen().to_str())
+        content["model"]["ignore_merges"] = True
+    else:
+        tokenizer = build(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+        words = ["\nfrom", "\nimport"] if name == "words" else []
+        tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+        content = json.loads(tokenizer.to_str())
+    return json.dumps(content, indent=2)
+
+
+def write_folder(folder, content, config=None, model=None):
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    for file, values in (("tokenizer_config.json", config), ("config.json", model)):
+        if values is not None:
+            (folder / file).write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+def save(tokenizer, folder, model=None):
+    files = tokenizer_files(tokenizer)
+    return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2"])
+def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(tmp_path, name, monkeypatch):
+    content, rng = content_of(name), random.Random(0)
+    ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
+    reference = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True)
+    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content).get_vocab().values()) + 1
+    for text in ["", " ", "a", "\n", *texts(300, seed=2)]:
+        ids = reference(text, **TEXT_ALONE)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        decoded = ours.decode(ids)
+        assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(ids, skip_special_tokens=True)
+        if name not in ("qwen", "llama2"):  # which normalize, and start with a space
+            assert decoded == text
+        drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
+        if name != "llama2":
+            assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == json.loads(content)
+    assert files["tokenizer_config.json"]["eos_token"] == (None if name == "llama2" else SEPARATOR)
+    assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
+    assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
+    # Long documents are read and encoded in chunks where that gives the same ids.
+    assert ours.splits_at_cuts == (name in ("gpt2", "qwen"))
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
+    whole = [text for text in corpus() if len(text) > 2000][:4]
+    documents, text, cut = ["".join(whole[:3]), whole[3]], "".join(whole), int(sum(map(len, whole)) * 0.9)
+    for file, content, parts in (("a.txt", text, [text[:cut], text[cut:]]), ("a.jsonl", rows(documents), documents)):
+        prepared = prepare(content, tmp_path / "data", ours.to_dict(), name=file)
+        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
+
+
+def test_the_separator_is_the_end_of_text(tmp_path):
+    theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
+    for config, model, token in (
+        ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
+        ({"eos_token": {"content": "<|im_start|>"}}, {}, "<|im_start|>"),
+        ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
+        ({}, {"eos_token_id": 10**9}, None),
+    ):
+        tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
+        id_ = theirs.token_to_id(token) if token else 0
+        assert tokenizer.separator.tolist() == ([id_] if token else [])
+        assert tokenizer.start.tolist() == [id_]
+        if token:
+            assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
+
+
+def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+    exponential = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    content = json.dumps(json.loads(content_of("gpt2")) | {"pre_tokenizer": exponential})
+    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+        HuggingFaceTokenizer(content).encode("a" * 60 + "b")
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
+        load_tokenizer(tmp_path)
+    for text in ("[]", "[" * 100_000, "\udcff"):
+        with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
+            from_dict({"name": "huggingface", "json": text, "separator": None})
+        (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match="damaged"):
+            load_tokenizer(tmp_path)
+    for config, model in (([], {}), ({}, {"eos_token_id": []})):
+        with pytest.raises(UserError, match="is damaged"):
+            load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"):
+        load_tokenizer(tmp_path)

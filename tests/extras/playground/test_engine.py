@@ -1,0 +1,234 @@
+"""The engine against `generate`: the tokens of a request do not depend on what else runs."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_model
+from tolerance import assert_near, terms_of
+
+from minigpt.extras.playground.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
+from minigpt.fast_decoder import FastDecoder
+from minigpt.generation import generate, score
+from minigpt.model import GPT
+from minigpt.sampling import Sampling
+from minigpt.utils.errors import RunError, UserError
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "qwen3": {"position": "rope", "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2, "activation": "swiglu"},
+    "multi-query": {"position": "none", "n_kv_head": 1, "head_dim": 10, "norm_position": "post"},
+    "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
+}
+SETTINGS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0, "repetition_penalty": 1.5},
+]
+ENDLESS = SampleRequest([1, 2, 3], 10**9)
+
+
+class Letters:
+    """A tokenizer of letters and pairs of letters, and of the two bytes of é."""
+
+    TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
+    separated = False
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.TOKENS[i] if i < len(self.TOKENS) else b"?" for i in ids)
+
+
+def make(**settings: Any) -> GPT:
+    return make_model(**{"n_head": 4, "n_embd": 32, "std": 0.3, "seed": 1, **settings})
+
+
+def serve(model: GPT, use: Callable[[Engine], Awaitable[Any]], **limits: int) -> Any:
+    async def run() -> Any:
+        engine: Any = Engine(model, Letters())  # type: ignore[arg-type]
+        vars(engine).update(limits)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 300))
+
+
+async def collect(stream: TokenStream) -> list[Token]:
+    return [token async for token in stream]
+
+
+async def collect_all(engine: Engine, requests: list[SampleRequest]) -> list[list[Token]]:
+    return await asyncio.gather(*(collect(engine.generate(request)) for request in requests))
+
+
+def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -> None:
+    options = {"stop": request.stop, "tokenizer": Letters(), "seed": request.seed, **vars(request.sampling)}
+    (sample,) = generate(model, request.prompt, max_new_tokens=request.max_new_tokens, logprobs=True, **options)
+    assert [token.id for token in found] == sample.tokens
+    assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
+    if request.n_top is None:
+        assert all(token.logprob is None and token.top == [] for token in found)
+        return
+    logprobs, terms = torch.tensor([token.logprob for token in found]), terms_of(model.config)
+    assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms)
+    if len(request.prompt) + len(found) <= model.config.block_size:  # else the windows of `score` are others
+        rated = score(model, sample.tokens, request.prompt, n_top=request.n_top)
+        assert [token.rank for token in found] == rated.ranks.tolist()
+        for token, top in zip(found, rated.top, strict=True):
+            assert [i for i, _ in token.top] == [i for i, _ in top]
+            assert [x for _, x in token.top] == pytest.approx([x for _, x in top], abs=1e-4)
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The requests and the bytes of the cache at each step."""
+    step, sizes = FastDecoder.step, []
+
+    def measure(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
+        logits = step(decoder, tokens)
+        sizes.append((len(tokens), decoder._cache.nbytes))
+        return logits
+
+    monkeypatch.setattr(FastDecoder, "step", measure)
+    return sizes
+
+
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_requests_that_join_at_different_times_get_the_tokens_of_generate(changes: dict[str, Any]):
+    model, rng = make(**changes, vocab_size=12), torch.Generator().manual_seed(0)
+    requests = [
+        SampleRequest(
+            prompt=torch.randint(12, (n,), generator=rng).tolist(),
+            max_new_tokens=7 + 5 * (i % 8),
+            sampling=Sampling(**SETTINGS[i % len(SETTINGS)]),
+            stop=((), ("dab",), (3,), ("é", 11))[i % 4],
+            seed=i,
+            n_top=(0, 4, None, 9)[i % 4],
+        )
+        for i, n in enumerate((3, 16, 1, 25, 7, 2, 16, 16, 9, 4, 1, 30))
+    ]
+
+    async def both(engine: Engine) -> list[list[Token]]:
+        first = engine.generate(requests[0])
+        start = [await anext(first) for _ in range(3)]  # the others join while the first runs
+        rest, others = await asyncio.gather(collect(first), collect_all(engine, requests[1:]))
+        return [start + rest, *others]
+
+    for request, found in zip(requests, serve(model, both, max_running=4), strict=True):
+        assert_as_generate(model, request, found)
+
+
+def test_closing_a_stream_frees_its_row():
+    async def one_after_another(engine: Engine) -> list[Token]:
+        for started in (True, False, True):
+            stream = engine.generate(ENDLESS)
+            if started:
+                await anext(stream)
+            await stream.aclose()
+            assert await collect(stream) == []
+        return await collect(engine.generate(SampleRequest([5], 4)))
+
+    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), one_after_another, max_running=1))
+
+
+def test_too_many_requests_raise_at_once_until_one_ends():
+    async def fill(engine: Engine) -> None:
+        streams = [engine.generate(ENDLESS) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            engine.generate(ENDLESS)
+        with pytest.raises(QueueFull):
+            await engine.score([1, 2])
+        await streams[2].aclose()
+        assert len(await engine.score([1, 2])) == 2
+        with pytest.raises(QueueFull):
+            engine.generate(ENDLESS, ENDLESS)  # together or not at all
+
+    serve(make(), fill, max_running=1, max_waiting=2)
+
+
+def test_the_cache_grows_with_the_texts_and_not_with_the_context(sizes: list[tuple[int, int]]):
+    model, per_slot = make(position="rope", block_size=8192), 4 * 2 * 2 * 32  # keys and values of 2 layers
+    short = [SampleRequest([1, 2, 3], 2, seed=i) for i in range(4)]
+    serve(model, lambda engine: collect(engine.generate(*short)))
+    assert max(nbytes for _, nbytes in sizes) <= 4 * 2 * 5 * per_slot
+    long = [SampleRequest([1, 2, 3], 40), SampleRequest([5] * 30, 4)]
+    sizes.clear()
+    serve(model, lambda engine: collect(engine.generate(*long)))
+    assert max(nbytes for _, nbytes in sizes) <= 2 * 2 * 43 * per_slot
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "rope", "smear": 1, "ngram": 2}], ids=str)
+def test_requests_wait_until_their_cache_fits(changes: dict[str, Any], sizes: list[tuple[int, int]]):
+    model, per_slot = make(**changes, vocab_size=12), 4 * 2 * 2 * 32
+    limit = 2 * 2 * 16 * per_slot  # two samples of a whole window, or five of six tokens
+    requests = [SampleRequest([1, 2, 3], 3, seed=i) for i in range(9)]
+    requests += [SampleRequest([4, 2], 30 * (i % 2) + 5, seed=i) for i in range(5)]
+    requests += [SampleRequest([7] * (3 * i + 1), 40, seed=i) for i in range(6)]
+    found = serve(model, lambda engine: collect_all(engine, requests), max_cache_bytes=limit)
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+    assert max(nbytes for _, nbytes in sizes) <= limit
+    assert max(rows for rows, _ in sizes) == 5
+    with pytest.raises(UserError, match=r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens"):
+        serve(model, lambda engine: collect(engine.generate(SampleRequest([1], 10))), max_cache_bytes=10 * per_slot)
+
+
+def test_the_cache_may_take_a_quarter_of_the_memory():
+    limit = serve(make(), lambda engine: asyncio.sleep(0, engine.max_cache_bytes))
+    (total,) = re.findall(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
+    assert 0 < limit <= int(total) * 1024 / 4
+
+
+def test_nan_logits_end_their_request_alone():
+    model = make(position="rope", tie_embeddings=False)
+    with torch.no_grad():
+        model.wte.weight[22] = float("nan")
+    request = SampleRequest([1, 2, 3], 30, Sampling(temperature=0))
+
+    async def ask(engine: Engine) -> list[Token]:
+        other = engine.generate(request)
+        start = [await anext(other)]
+        for temperature, n_top in ((1, 0), (1, None), (0, 0), (0, None)):
+            with pytest.raises(RunError, match="NaN"):
+                await collect(engine.generate(SampleRequest([1, 22], 5, Sampling(temperature), n_top=n_top)))
+        with pytest.raises(RunError, match="NaN"):
+            await engine.score([1, 22, 3])
+        return start + await collect(other)
+
+    assert_as_generate(model, request, serve(model, ask))
+
+
+def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "minigpt.extras.playground.engine._SEND_SECONDS", 0
+    )  # else all steps may be sent together, at the end
+    model, text = make(), torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    async def count(engine: Engine) -> tuple[list[Token], int]:
+        async with aclosing(engine.generate(ENDLESS)) as other:
+            await anext(other)
+            scoring, n_tokens = asyncio.create_task(engine.score(text, n_top=3)), 0
+            while not scoring.done():
+                await anext(other)
+                n_tokens += 1
+            return scoring.result(), n_tokens
+
+    (first, *found), n_tokens = serve(model, count)
+    assert n_tokens > 10  # of windows of 16 tokens
+    expected = score(model, text[1:], text[:1], n_top=3)
+    assert (first.id, first.logprob, first.top) == (text[0], None, [])
+    assert [token.id for token in found] == text[1:]
+    assert [token.logprob for token in found] == expected.logprobs.tolist()
+    assert [(token.rank, token.top) for token in found] == list(zip(expected.ranks, expected.top, strict=True))
+    for wrong in ([], [-1]):
+        with pytest.raises(UserError):
+            serve(model, lambda engine, wrong=wrong: engine.score(wrong))

@@ -1,0 +1,119 @@
+"""Exported pages in headless Chromium: logits, text and tokens equal those of minigpt."""
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from corpora import random_texts
+from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+
+from minigpt import GPTConfig, generate
+from minigpt.checkpoints.find import find_snapshots
+from minigpt.checkpoints.init_from import Pretrained, find_pretrained
+from minigpt.config import UP_PROJECTIONS
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt.extras.huggingface.export_huggingface import export_model
+from minigpt.extras.playground.export_html import export_html
+from minigpt.ops import ACTIVATIONS
+from minigpt.utils.errors import UserError
+
+LOGITS = "const model = backend.newModel(); return arguments[0].map(token => [...model.step(token)])"
+
+
+def sample_ids(run: Any, prompt: list[int], **settings: Any) -> list[int]:
+    return [token["id"] for token in run(SAMPLE, prompt, {**DEFAULTS, **settings})]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_text_equal_those_of_the_model(name, open_page, tmp_path):
+    model = random_model(**MODELS[name])
+    run = open_page(export(model, CHARACTERS, tmp_path))
+    tokens = torch.randint(0, 101, (1, model.config.block_size), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens)[0]
+    torch.testing.assert_close(torch.tensor(run(LOGITS, tokens[0].tolist())), expected, rtol=0, atol=1e-3)
+    for prompt in (tokens[0, :8].tolist(), tokens[0].tolist() * 2):  # also a prompt that is longer than the context
+        (sample,) = generate(model, prompt, max_new_tokens=100, temperature=0)
+        assert sample_ids(run, prompt, max_tokens=100, temperature=0) == sample.tokens
+
+
+def test_an_activation_that_the_page_lacks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
+    monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
+    silu = random_model(activation="silu")
+    with pytest.raises(UserError, match=r"model\.activation must be gelu or .*, got silu"):
+        export_html(Pretrained(tmp_path, "", None, silu.config, CHARACTERS, silu), tmp_path / "page.html")
+    # No class of transformers computes it, but the code of the model does.
+    assert export_model(silu)[0]["architectures"] == ["MiniGPTForCausalLM"]
+
+
+def test_float16_changes_the_logits_little(open_page, tmp_path):
+    model = random_model(**MODELS["fast_cpu"])
+    run = open_page(export(model, CHARACTERS, tmp_path, "float16"))
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        expected = model(tokens)[0]
+    difference = (torch.tensor(run(LOGITS, tokens[0].tolist())) - expected).pow(2).mean().sqrt()
+    assert difference < 2e-3 * expected.std()
+
+
+def test_a_seed_gives_the_samples_of_generate(open_page, tmp_path):
+    model = random_model()
+    run = open_page(export(model, CHARACTERS, tmp_path))
+    for each in ({"top_k": 20, "top_p": 0.8, "min_p": 0.1, "temperature": 1.3}, {"temperature": 1e-6}):
+        for seed in (0, 2**32 + 5):
+            (sample,) = generate(model, [1, 2, 3], max_new_tokens=100, seed=seed, **each)
+            assert sample_ids(run, [1, 2, 3], max_tokens=100, seed=seed, **each) == sample.tokens
+
+
+def make_tokenizer(name: str, texts: list[str]) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
+    if name == "char":
+        return CharTokenizer("".join(sorted(set("".join(texts)))))
+    tokens = BPETokenizer.train(texts, 700).tokens
+    return BPETokenizer(name, tokens, {SEPARATOR: len(tokens)})
+
+
+@pytest.mark.parametrize("name", ["byte", "char", "gpt2", "cl100k_base", "o200k_base"])
+def test_texts_are_encoded_and_decoded_as_by_minigpt(name, open_page, tmp_path):
+    texts = random_texts(300)
+    known = [text.replace("\ud800", "") for text in texts]
+    tokenizer, texts = make_tokenizer(name, known), known if name == "char" else texts
+    run = open_page(export(random_model(vocab_size=tokenizer.vocab_size + 1, n_layer=1), tokenizer, tmp_path))
+    encode = "return JSON.parse(arguments[0]).map(text => backend.tokenizer.encode(text))"
+    encoded = run(encode, json.dumps(texts))  # JSON in ASCII can contain lone surrogates
+    assert encoded == [tokenizer.encode(text).tolist() for text in texts]
+    rng = random.Random(1)
+    ids = encoded + [rng.choices(range(tokenizer.vocab_size + 1), k=20) for _ in range(300)]  # with invalid UTF-8
+    assert run("return arguments[0].map(ids => backend.tokenizer.decode(ids))", ids) == [
+        tokenizer.decode(tokens) for tokens in ids
+    ]
+    assert run("return backend.data.tokenizer.start") == tokenizer.start.tolist()
+
+
+def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
+    flags = ("--to", "html", "--out", "pages/model.html", "--weights", "float32", "--snapshots")
+    exported = call("export.py", str(trained()), *flags)
+    steps = [*find_snapshots(trained())]
+    assert f" and {len(steps)} of its {len(steps)} snapshots; open it in a browser" in exported.stdout
+    page = (tmp_path / "pages/model.html").read_text()
+    assert " in float32: " in page
+    assert f'"steps":{steps}'.replace(" ", "") in page
+
+
+def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder):
+    config = GPTConfig(vocab_size=95, bias=False, position="rope")  # 85 million parameters
+    wide = random_model()
+    wide.wte.weight.data[3, 4] = 1e5
+    for refused, message in (
+        (Pretrained(tmp_path, "", None, config, CHARACTERS), "at most 64 MB, got 170 MB of float16; use a smaller mod"),
+        (find_pretrained(str(gpt2_folder)), "must be char, byte or bpe, got huggingface"),
+        (Pretrained(tmp_path, "", None, wide.config, CHARACTERS, wide), "float32 for wte.weight, which holds 1e+05,"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            export_html(refused, tmp_path / "page.html")
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,92 @@
+"""The originality panel of the page in headless Chromium: what a text has in common with the training text."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from readers import Reader
+from servers import serving
+from small_runs import wait_until
+
+from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.originality import Index, build_index, originality, validation_text
+
+
+def texts(reader: Reader, selector: str) -> list[str]:
+    return reader.run("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector)
+
+
+def underlined(reader: Reader) -> str:
+    return "".join(texts(reader, "#first .copied"))
+
+
+def check_underlined(reader: Reader, index: Index) -> list[dict[str, Any]]:
+    """Wait until the spans of the text that the training text has are underlined; return them."""
+    spans = originality(index, reader.text)["spans"]
+    marked = {i for span in spans for i in range(span["start"], span["end"])}
+    wait_until(lambda: underlined(reader) == "".join(reader.text[i] for i in sorted(marked)))
+    return spans
+
+
+def figures(reader: Reader) -> list[list[float | None]]:
+    """The shares of new n-grams in percent and the longest copy: of the text, then of the validation text."""
+    rows = reader.run("""return [...document.querySelectorAll("#originality tbody tr")].map(
+        row => [...row.cells].slice(1).map(cell => cell.textContent))""")
+    columns = zip(*rows, strict=True)
+    return [[None if cell == "–" else float(cell.removesuffix(" %")) for cell in column] for column in columns]
+
+
+def expected_figures(found: dict[str, Any]) -> list[Any]:
+    shares = [None if share is None else pytest.approx(100 * share, abs=0.06) for share in found["new"].values()]
+    return [*shares, found["longest"]]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
+    browser: Any, train: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    run = train("max_steps=5").folder
+    corpus = find_corpus(run / BEST)
+    index = build_index(corpus)
+    with serving([run]) as server:
+        reader = Reader(browser, f"{server.url}/")
+        reader.set("max_tokens", 30)
+        part = index.text.decode()[1000:1060]
+        reader.write(f"zoo {part} zoo")
+        assert underlined(reader) == ""
+        reader.open("Originality")
+        (span,) = check_underlined(reader, index)
+        assert part in reader.text[span["start"] : span["end"]]
+        compared = (reader.text, validation_text(corpus, 20_000))
+        expected = [expected_figures(originality(index, text)) for text in compared]
+        wait_until(lambda: figures(reader) == expected)
+        (hint,) = texts(reader, "#originality .context")
+        reader.hover(reader.tokens()[span["start"] + 10])
+        before, part, after = texts(reader, "#originality .context > *")  # where it stands in the training text
+        assert part == reader.text[span["start"] : span["end"]]
+        assert before.removeprefix("… ") + part + after.removesuffix(" …") in index.text.decode()
+        reader.hover(reader.tokens()[len(reader.text) - 1])  # is not underlined
+        assert texts(reader, "#originality .context") == [hint]
+        reader.open("Originality")
+        wait_until(lambda: underlined(reader) == "")
+        reader.open("Originality")
+        check_underlined(reader, index)
+        reader.generate()
+        longer = expected_figures(originality(index, reader.text))
+        wait_until(lambda: figures(reader)[0] == longer)
+        assert browser.get_log("browser") == []
+
+        (tmp_path / "data").rename(tmp_path / "moved")
+        (run / BEST).touch()
+        error = "the token files of the run are not in"
+        reader.write("fox")
+        wait_until(lambda: error in reader.find("#originality .error").text)
+        assert (underlined(reader), figures(reader)) == ("", [])
+        before = reader.text
+        reader.generate()
+        assert len(reader.text) == len(before) + 30
+        assert error in reader.find("#originality .error").text

@@ -1,0 +1,231 @@
+"""The API of the page through a real server, against the functions of minigpt that it stands for."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from models import make_model
+from servers import BYTES, make_run, serving
+
+from minigpt import GPT, generate, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
+from minigpt.data.tokenizer import ByteTokenizer
+from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.interpret.learning import learning_curves
+from minigpt.generation import score
+from minigpt.runs.run_dir import lock_run_dir, run_status
+
+TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> GPT:
+    return load_checkpoint(run)[0]
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
+    return http.post(f"/api/{path}", json={"model": "tiny", **body})
+
+
+def lines(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def test_the_models_are_described(http: httpx.Client, tmp_path: Path, gpt2_folder: Path) -> None:
+    assert http.get("/api/models").json() == {"models": ["tiny", gpt2_folder.name]}
+    tiny = http.get("/api/models/tiny").json()
+    facts = tiny.pop("facts")
+    assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
+    assert "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte" in facts
+    assert http.get(f"/api/models/{gpt2_folder.name}").json()["block_size"] == 32
+    other = make_run(tmp_path / "runs" / "7", n_head=4)
+    with serving([other]) as server:
+        assert httpx.get(f"{server.url}/api/models/runs%2F7").json()["n_head"] == 4
+
+
+def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, model: GPT) -> None:
+    ids = list(TEXT.encode())[:32]
+    tokens = post(http, "score", text=bytes(ids).decode()).json()["tokens"]
+    assert [token["id"] for token in tokens] == ids
+    assert "".join(token["text"] for token in tokens) == bytes(ids).decode()
+    assert {token["text"] for token in tokens if token["id"] > 127} == {"", "é"}  # with the byte that completes it
+    assert (tokens[0]["logprob"], tokens[0]["top"]) == (None, [])
+    rated = score(model, ids[1:], ids[:1], n_top=10)
+    assert [token["logprob"] for token in tokens[1:]] == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
+    assert [token["rank"] for token in tokens[1:]] == rated.ranks.tolist()
+    for token, top in zip(tokens[1:], rated.top, strict=True):
+        named = [(i, bytes([i]).decode(errors="replace"), pytest.approx(value, abs=1e-4)) for i, value in top]
+        assert [(other["id"], other["text"], other["logprob"]) for other in token["top"]] == named
+    assert post(http, "score", ids=ids).json()["tokens"] == tokens
+    assert post(http, "score", text="").json() == {"tokens": []}
+    assert "".join(token["text"] for token in post(http, "score", ids=[97, 195]).json()["tokens"]) == "a\ufffd"
+    assert len(post(http, "score", text=TEXT).json()["tokens"]) == len(TEXT.encode()) > 32
+
+
+def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) -> None:
+    prompt = list(TEXT.encode())[:5]  # ends within a character
+    options = {"temperature": 0.9, "top_k": 200, "top_p": 0.98, "min_p": 0.001}
+    tokens = lines(post(http, "generate", ids=prompt, max_tokens=60, seed=5, **options))
+    (sample,) = generate(model, prompt, max_new_tokens=60, seed=5, logprobs=True, **options)
+    assert [token["id"] for token in tokens] == sample.tokens
+    assert [token["logprob"] for token in tokens] == pytest.approx(sample.logprobs, abs=1e-4)
+    text = bytes(prompt + sample.tokens).decode(errors="replace")
+    assert "To b" + "".join(token["text"] for token in tokens) == text
+    for token in tokens:
+        values = [top["logprob"] for top in token["top"]]
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 10
+    start = lines(post(http, "generate", ids=[], max_tokens=3))
+    assert [token["id"] for token in start] == generate(model, [10], max_new_tokens=3)[0].tokens
+
+
+def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.Client, gpt2_folder: Path) -> None:
+    lengths, seeds = set(), iter(range(40))
+    while not (lengths and min(lengths) < 30 == max(lengths)):
+        body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": next(seeds), "temperature": 3}
+        tokens = lines(post(http, "generate", **body))
+        assert 0 not in [token["id"] for token in tokens]
+        lengths.add(len(tokens))
+
+
+def matrix(content: bytes) -> torch.Tensor:
+    weights = torch.frombuffer(bytearray(content), dtype=torch.float32)
+    return weights.view(math.isqrt(len(weights)), -1)
+
+
+def test_attention_is_that_of_the_last_block_of_tokens(http: httpx.Client, model: GPT) -> None:
+    ids = list(TEXT.encode())
+    maps = attention_maps(model, torch.tensor(ids[-32:]))
+    for layer in range(2):
+        response = post(http, "attention", ids=ids, layer=layer, head=1)
+        assert response.headers["Content-Type"] == "application/octet-stream"
+        torch.testing.assert_close(matrix(response.content), maps[layer, 1])
+        torch.testing.assert_close(
+            matrix(post(http, "attention", ids=ids, layer=layer).content), maps[layer].mean(dim=0)
+        )
+    assert matrix(post(http, "attention", ids=[7], layer=0, head=0).content).tolist() == [[1]]
+
+
+def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -> None:
+    assert http.get("/api/history/tiny").json() == {
+        "train_loss": [[1, 5.5]],
+        "val_loss": [[2, 5.25]],
+        "samples": [{"step": 2, "text": "ROMEO:\n\nhm"}],
+        "steps": [],
+        "status": "",
+    }
+    assert http.get(f"/api/history/{gpt2_folder.name}").json() == {"steps": [], "status": ""}
+
+
+def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
+    with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
+        for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "text/javascript")]:
+            response = http.get(path)
+            assert response.status_code == 200
+            assert response.headers["Content-Type"].startswith(kind)
+            policy = response.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+            assert "frame-ancestors 'none'" in policy
+        for path in ("/__init__.py", "/../guard.py", "/%2e%2e/guard.py", "/page/index.html", "/none.js"):
+            assert http.get(path).status_code == 404
+        for path in ("/api/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (200, 404)
+        assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
+
+
+def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving([run], key="secret", access_log=True) as server:
+        headers = {"Authorization": "Bearer secret"}
+        httpx.get(f"{server.url}/api/models", headers=headers)
+        httpx.get(f"{server.url}/api/models")
+        body = {"model": "tiny", "prompt": "private", "max_tokens": 7, "n": 2}
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        httpx.get(f"{server.url}/%0a%1b[31m")
+    logged = capfd.readouterr().out.splitlines()
+    expected = ("/api/models 200", "/api/models 401", "/v1/completions 200", "/%0A%1B%5B31m 404")
+    assert [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged] == list(expected)
+    assert "private" not in "".join(logged)
+    assert "secret" not in "".join(logged)
+
+
+def add_snapshot(run: Path, step: int) -> GPT:
+    """Add the snapshot of a step, with other random weights than those of the run, and return its model."""
+    model = make_model(seed=step + 1, **BYTES)
+    save_checkpoint(model, ByteTokenizer(), snapshot_path(run, step))
+    return model
+
+
+def assert_scored_by(model: GPT, http: httpx.Client, name: str) -> None:
+    ids = list(b"to be")
+    logprobs = [token["logprob"] for token in post(http, "score", model=name, ids=ids).json()["tokens"][1:]]
+    assert logprobs == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
+
+
+def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny")
+    models = {step: add_snapshot(run, step) for step in (0, 7)}
+    snapshot_path(run, 9).write_bytes(b"damaged")
+    with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        assert http.get("/api/history/tiny").json() == {"steps": [0, 7, 9], "status": ""}
+        for step, model in models.items():
+            assert_scored_by(model, http, f"tiny@{step}")
+        completion = {"model": "tiny@7", "prompt": "to be", "max_tokens": 5, "temperature": 0}
+        (greedy,) = generate(models[7], list(b"to be"), max_new_tokens=5, temperature=0)
+        answer = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+        assert answer == bytes(greedy.tokens).decode(errors="replace")
+        assert http.get("/v1/models/tiny@7").json()["id"] == "tiny@7"
+        for name in ("tiny@8", "tiny@", "other@7", "tiny@-7"):
+            missing = post(http, "score", model=name, ids=[1])
+            assert missing.status_code == 404
+            listed = "tiny has no snapshot of step 8; it has those of 0, 7, 9"
+            assert (listed in missing.text) == (name == "tiny@8")
+        damaged = post(http, "score", model="tiny@9", ids=[1])
+        assert (damaged.status_code, "is not a complete checkpoint" in damaged.text) == (500, True)
+
+
+def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> None:
+    run = tmp_path / "new"
+    (run / "checkpoints").mkdir(parents=True)
+    with lock_run_dir(run):
+        (run / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n")
+        first = add_snapshot(run, 0)
+        with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.get("/api/history/new").json()["status"] == "running"
+            assert_scored_by(first, http, "new")
+            best = make_model(seed=9, **BYTES)
+            save_checkpoint(best, ByteTokenizer(), run / BEST)
+            assert_scored_by(best, http, "new")
+    (run / "summary.json").write_text('{"status": "failed", "reason": "the loss is NaN"}')
+    assert run_status(run) == "failed: the loss is NaN"
+
+
+def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
+    train: Any, tmp_path: Path, text: Path
+) -> None:
+    folder, copied = (
+        train("callbacks.snapshots.count=3", "max_steps=5").folder,
+        text.read_text(encoding="utf-8")[50:120],
+    )
+    with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        found = post(http, "originality", model="run", text=f"zzz{copied}").json()
+        assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(3, 73)]
+        assert found["text"]["longest"] == 70
+        assert found["validation"].keys() == {"new", "longest"}
+        measured = http.get("/api/learning/run").json()
+        assert measured == json.loads(json.dumps(learning_curves(folder)))
+        assert [snapshot["step"] for snapshot in measured] == [0, 1, 5]
+        assert post(http, "originality", model="run", text="a" * 20_001).status_code == 400
+        (tmp_path / "data").rename(tmp_path / "moved")
+        for file in find_snapshots(folder).values():
+            file.touch()
+        (folder / BEST).touch()
+        for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
+            assert answer.status_code == 400
+            assert "the token files of the run are not in" in answer.json()["error"]["message"]

@@ -1,0 +1,263 @@
+"""The page in headless Chromium, with the models on a server and with the model in the file."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import write_run
+from readers import Keys, Reader, text_contrasts
+from servers import serving
+from sites import CHARACTERS, LEARNED, MODELS, PROMPT, SHIFTED, continuation, loss_of, random_model
+from small_runs import wait_until
+
+from minigpt.checkpoints.init_from import find_pretrained
+from minigpt.extras.playground.export_html import export_html
+
+
+def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(reader: Reader) -> None:
+    reader.write(PROMPT)  # in one step
+    reader.generate()
+    first = continuation(MODELS["small"], PROMPT, 30)
+    assert reader.text == first
+    assert re.fullmatch(r"30 tokens, [\d,]+ tokens/s", reader.find("#status").text)
+    reader.find("[name=temperature]").send_keys(Keys.ARROW_RIGHT * 4)
+    reader.find("[name=top_p]").send_keys(Keys.ARROW_LEFT * 2)
+    reader.find("[name=min_p]").send_keys(Keys.ARROW_RIGHT * 3)
+    for name, value in (("top_k", 12), ("max_tokens", 60), ("seed", 7)):
+        reader.set(name, value)
+    reader.generate()
+    settings = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.03, "top_k": 12, "seed": 7}
+    second = continuation(MODELS["small"], first, 60, **settings)
+    assert reader.text == second
+    # Chromium 150 moves the cursor of a field without focus in the next frame.
+    reader.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    reader.run("document.querySelector('#text').focus()")
+    reader.press("!")
+    assert reader.text == f"{second}!"
+    reader.find("#undo").click()
+    reader.wait_for_tokens()
+    reader.find("#text").send_keys("XYZ")
+    for text in (second, first):
+        reader.find("#undo").click()
+        assert reader.text == text
+    for key, text in (("z", PROMPT), ("z", ""), ("y", PROMPT), ("y", first), ("y", second), ("y", f"{second}XYZ")):
+        reader.press(Keys.CONTROL, key)
+        assert reader.text == text
+    reader.press(Keys.CONTROL, "y")  # what was undone before another change is gone
+    assert reader.text == f"{second}XYZ"
+
+
+def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader) -> None:
+    reader, start = in_file, CHARACTERS.decode(CHARACTERS.start)
+    reader.generate()
+    assert start + reader.text == continuation(MODELS["small"], start, 30)
+    reader.find("#text").clear()
+    reader.write(PROMPT)
+    for _ in range(3):
+        reader.press(Keys.ARROW_LEFT)
+    token = f"Token {len(PROMPT) - 3} {PROMPT[-4]}"  # before the cursor
+    wait_until(lambda: reader.run("return document.querySelector('#token h2').textContent") == token)
+    reader.press(Keys.CONTROL, Keys.ENTER)
+    reader.wait_for_generation()
+    written = continuation(MODELS["small"], PROMPT[:-3], 30)
+    assert reader.text == written
+    reader.find("#text").send_keys("é")
+    wait_until(lambda: "é" in reader.find("#status").text)  # an error that names the unknown character
+    reader.find("#generate").click()
+    wait_until(lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text)
+    assert reader.text == f"{written}é"
+
+
+def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> None:
+    reader = at_server
+    wait_until(reader.losses)
+    place = reader.find("#generate").location
+    reader.run("for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()")  # as at first
+    assert reader.find("#generate").location == place  # a click would miss a button that moves
+    for stop in ("button", "key"):
+        length = len(reader.text)
+        reader.set("max_tokens", 65_536)
+        reader.find("#generate").click()
+        started = reader.run("return performance.now()")
+        wait_until(lambda: len(reader.token_text()) > length + 20)  # noqa: B023
+        reader.set("max_tokens", "")  # stops though a setting is invalid
+        if stop == "button":
+            assert reader.find("#generate").text == "Stop"
+            wait_until(lambda: reader.run("return performance.now()") > started + 300)  # noqa: B023
+            reader.find("#generate").click()
+        else:
+            reader.press(Keys.ESCAPE)
+        reader.wait_for_generation()
+        assert len(reader.text) < length + 65_536
+
+
+ALWAYS_READY = """
+    const line = JSON.stringify({id: 5, text: "a", logprob: -1, rank: 0, top: []}) + "\\n", fetched = window.fetch;
+    const part = new TextEncoder().encode(line.repeat(20));
+    window.frames_drawn = 0;
+    const draw = () => { window.frames_drawn++; requestAnimationFrame(draw); };
+    requestAnimationFrame(draw);
+    window.fetch = (url, options) => {
+        if (!url.endsWith("generate")) return fetched(url, options);
+        let left = 3000;
+        return Promise.resolve(new Response(new ReadableStream({pull(controller) {
+            if (options.signal.aborted) controller.error(options.signal.reason);
+            else if (left--) controller.enqueue(part);
+            else controller.close();
+        }})));
+    };
+    setTimeout(() => { window.before_stop = window.frames_drawn; document.getElementById("generate").click(); }, 500);
+    document.getElementById("generate").click();
+"""
+
+
+def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(at_server: Reader) -> None:
+    reader = at_server
+    wait_until(reader.losses)
+    reader.set("max_tokens", 60_000)
+    reader.run(ALWAYS_READY)
+    reader.wait_for_generation()
+    assert 20 <= len(reader.text) < 60_000  # stopped
+    assert reader.run("return window.before_stop") > 3
+
+
+def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(in_file: Reader) -> None:
+    reader, model = in_file, MODELS["small"]
+    reader.write(PROMPT)
+    reader.hover(reader.tokens()[7])
+    with torch.no_grad():
+        logits = model(CHARACTERS.encode(PROMPT[:7])[None])[0, -1]
+    p, likeliest = logits.softmax(-1).topk(10)
+    names = [e.text for e in reader.find_all(".alternatives code")][:10]
+    assert [name.replace("␣", " ").replace("⏎", "\n") for name in names] == [CHARACTERS.decode([i]) for i in likeliest]
+    shown = [float(e.text.split()[0]) for e in reader.find_all(".alternatives .percent")][:10]
+    assert shown == pytest.approx((100 * p).tolist(), rel=0.01)
+    rank = int((logits > logits[CHARACTERS.encode(PROMPT[7])]).sum()) + 1
+    assert f"rank {rank}, surprisal" in reader.find("#token p").text
+    reader.click(reader.tokens()[7])  # keeps the token while the pointer moves to the alternatives
+    reader.find_all(".alternatives button")[2].click()
+    reader.wait_for_generation()
+    assert reader.text == continuation(model, PROMPT[:7] + CHARACTERS.decode([likeliest[2]]), 30)
+
+
+def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None:
+    reader = at_server
+    reader.find("#text").send_keys(PROMPT)
+    reader.choose("#other", "other")  # at once, while the text is scored
+    reader.wait_for_tokens()
+    wait_until(lambda: reader.token_text("#second") == PROMPT)
+    reader.generate()
+    texts = [continuation(MODELS[name], PROMPT, 30) for name in ("small", "other")]
+    assert [reader.token_text("#first"), reader.token_text("#second")] == texts
+    expected = {name: [loss_of(MODELS[name], text) for text in texts] for name in ("small", "other")}
+    wait_until(lambda: reader.losses() == expected)
+
+
+def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
+    reader = at_server
+    reader.write(PROMPT)
+    place = reader.find("#undo").location
+    reader.press(Keys.ARROW_LEFT)
+    reader.choose("#model", "shifted")
+    reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
+    reader.wait_for_generation()
+    assert reader.text == continuation(MODELS["shifted"], PROMPT[:-1], 30, SHIFTED)
+    wait_until(lambda: not reader.find("#time").is_displayed())  # it has no snapshots
+    assert reader.find("#undo").location == place  # a click would miss a button that moves
+    reader.choose("#model", "small")
+    reader.find("#undo").click()
+    reader.generate()
+    assert reader.text == continuation(MODELS["small"], PROMPT, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(at_server: Reader) -> None:
+    reader = at_server
+    reader.write(PROMPT)
+    reader.choose("#model", "other")
+    wait_until(lambda: reader.losses() == {"other": [loss_of(MODELS["other"], PROMPT)]})
+    for panel in ("Attention", "Training"):
+        reader.open(panel)
+    heads = [f"layer {layer}, {head}" for layer in (1, 2, 3) for head in ("mean", *(f"head {i}" for i in range(1, 5)))]
+    assert [button.accessible_name for button in reader.find_all(".heads button")] == heads
+    wait_until(lambda: reader.find_all("#history svg"))
+    assert reader.find("#history pre").text == "To be"
+    reader.choose("#model", "shifted")
+    wait_until(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
+    wait_until(lambda: len(reader.find_all(".heads button")) == 2 * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: SimpleNamespace) -> None:
+    loaded = reader.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert all(name.startswith((site.server, "data:")) for name in loaded)
+    assert bool(loaded) == reader.browser.current_url.startswith("http")
+    blocked = "const done = arguments[0]; fetch('https://example.com').then(() => done('sent'), () => done('blocked'))"
+    assert reader.browser.execute_async_script(blocked) == "blocked"
+    assert "Content Security Policy" in reader.browser.get_log("browser")[0]["message"]
+
+
+@pytest.mark.slow
+def test_the_page_takes_the_key_from_its_address_or_asks_for_it(browser: Any, site: SimpleNamespace) -> None:
+    with serving([site.folder / "small"], key="sec%ret#&") as server:
+        Reader(browser, f"{server.url}/#key=sec%25ret%23%26")
+        assert "key" not in browser.current_url
+        asked = """
+            const done = arguments[0];
+            let asked = 0;
+            window.prompt = () => { asked += 1; return "sec%ret#&"; };
+            sessionStorage.setItem("key", "wrong");
+            Promise.all([backend.describe("small"), backend.history("small")]).then(() => done(asked));"""
+        assert browser.execute_async_script(asked) == 1
+        refused = """
+            const done = arguments[0];
+            sessionStorage.clear();
+            window.prompt = () => null;
+            backend.history("small").catch(error => done(error.message));"""
+        assert browser.execute_async_script(refused).startswith("the key is wrong or missing")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", random_model(n_layer=12, n_head=12, n_embd=48), CHARACTERS)
+    history = {"train_loss": [[1, 4.5], [2, 4.25]], "val_loss": [[2, 4.3]], "samples": []}
+    export_html(find_pretrained(str(tmp_path / "run")), tmp_path / "page.html", history=history, learned=LEARNED)
+    reader = Reader(browser, (tmp_path / "page.html").as_uri())
+    reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
+    layer, field = reader.run("""
+        const [tokens, field] = [".tokens", "textarea"].map(s => document.querySelector("#first " + s));
+        const {alignSelf} = tokens.style, {height} = field.style;
+        tokens.style.alignSelf = "start";  // its own height, not that of the textarea
+        field.style.height = "0";
+        const heights = [tokens.offsetHeight, field.scrollHeight];
+        [tokens.style.alignSelf, field.style.height] = [alignSelf, height];
+        return heights;""")
+    assert layer == field  # tokens are in the places of the letters
+    assert reader.run("const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth")
+    for panel in ("Attention", "Training"):
+        reader.open(panel)
+    reader.choose_head("layer 12, head 12")
+    reader.click(reader.tokens()[5])
+    wait_until(lambda: reader.find_all("svg"))
+    for width, scheme in ((320, "light"), (390, "dark"), (1280, "light")):
+        reader.resize(width, 740)
+        reader.prefer(scheme)
+        wait_until(lambda: reader.run("return innerWidth") == width)  # noqa: B023
+        assert reader.run("return document.documentElement.scrollWidth") <= width
+        background = reader.run("return getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
+        contrasts = [(text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text]
+        assert len(contrasts) > 180
+        assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
+    reached = set()
+    for _ in range(60):
+        reader.press(Keys.TAB)
+        reached.add(reader.run("const e = document.activeElement; return e.name || e.id || e.textContent"))
+    assert reached >= {"generate", "undo", "temperature", "top_p", "min_p", "top_k", "max_tokens", "seed", "Attention"}
+    assert browser.get_log("browser") == []

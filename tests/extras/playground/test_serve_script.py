@@ -1,0 +1,98 @@
+"""scripts/serve.py: its start, its end, and bad input."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from processes import Script
+from servers import make_run
+from small_runs import one_line, wait_until
+
+from minigpt.checkpoints.find import BEST
+from minigpt.extras.playground.loaded_models import find_models
+from minigpt.utils.errors import UserError
+
+
+@pytest.fixture
+def serve(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Run the script in this process with the run `mine`."""
+    monkeypatch.delenv("MINIGPT_API_KEY", raising=False)
+    make_run(Path("mine"))
+    return lambda *arguments: call("serve.py", "mine", *arguments)
+
+
+@pytest.mark.xdist_group("processes")
+def test_all_runs_are_served_until_ctrl_c(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "mine")
+    server = Script("serve.py", "--port", "0", output=tmp_path / "server", cwd=tmp_path)
+    try:
+        assert server.wait_for(lambda: "is the page" in server.stderr), server.stderr
+        serving, page = server.stderr.splitlines()
+        assert serving == "serving mine"
+        assert [model["id"] for model in httpx.get(f"{page.split()[0]}/v1/models").json()["data"]] == ["mine"]
+        server.signal(signal.SIGINT)
+        assert server.wait() == 130, server.stderr
+        assert server.stderr.splitlines()[2:] == ["interrupted"]
+        assert re.fullmatch(r'INFO: .* "GET /v1/models HTTP/1.1" 200 OK\n', server.stdout)
+    finally:
+        server.kill()
+
+
+def test_the_page_is_opened_with_the_key_or_a_line_says_that_there_is_no_browser(
+    serve: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    printed: list[str] = []
+
+    def run(sockets: list[socket.socket]) -> None:
+        wait_until(lambda: printed.append(capfd.readouterr().err) or "found no browser" in "".join(printed))
+
+    monkeypatch.setattr("webbrowser.open", asked.append)  # returns None: there is no browser
+    monkeypatch.setattr("minigpt.extras.playground.server.new_server", lambda app, access_log: SimpleNamespace(run=run))
+    serve("--quiet", "--open", "--api-key", "a%b#c", "--host", "0.0.0.0", "--port", "0")
+    (url,) = re.findall(r"^found no browser; open (http://127\.0\.0\.1:\d+) in one$", "".join(printed), re.MULTILINE)
+    assert asked == [f"{url}/#key=a%25b%23c"]
+
+
+def test_a_taken_port_a_host_without_a_key_and_a_missing_extra_are_refused(
+    serve: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        expected = f"--host 127.0.0.1 --port {port} cannot be opened (address already in use); choose another --port"
+        assert expected in one_line(serve("--port", port))
+    assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in one_line(serve("--host", "0.0.0.0"))
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    needed = 'the server needs starlette and uvicorn; pip install -e ".[serve]" -c constraints.txt'
+    assert one_line(serve()) == f"error: {needed}"
+
+
+def test_models_have_the_names_of_their_run_folders_made_unique(
+    tmp_path: Path, gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run with a checkpoint in"):
+        find_models([])
+    runs = tmp_path / "runs"
+    older, newer = make_run(runs / "older"), make_run(runs / "newer")
+    jobs = [make_run(runs / "sweeps" / sweep / job) for sweep in ("a", "b") for job in ("0", "1")]
+    (runs / "latest").symlink_to(newer)
+    for i, run in enumerate([older, *jobs, newer]):
+        os.utime(run / BEST, (time.time() + i,) * 2)
+    assert list(find_models([])) == ["newer", "b/1", "b/0", "a/1", "a/0", "older"]
+    other, best = make_run(tmp_path / "other" / "newer"), newer / BEST
+    named = find_models([str(runs / "latest"), str(other), str(best), str(newer), str(gpt2_folder)])
+    assert {name: Path(source) for name, source in named.items()} == {
+        "newer": newer,
+        "other/newer": other,
+        "runs/newer": best,
+        gpt2_folder.name: gpt2_folder,
+    }

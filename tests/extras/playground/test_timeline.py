@@ -1,0 +1,191 @@
+"""The time machine of the page in headless Chromium: snapshots of a run, a run that trains, what was learned when."""
+
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import write_run
+from readers import Keys, Reader
+from servers import serving
+from sites import CHARACTERS, LEARNED, MODELS, PROMPT, STEPS, continuation, logprobs, loss_of, random_model
+from small_runs import wait_until
+
+from minigpt import GPT, save_checkpoint
+from minigpt.checkpoints.find import BEST, snapshot_path
+from minigpt.extras.interpret.heads import attention_maps
+from minigpt.runs.run_dir import lock_run_dir, write_failure
+
+TRAINED = "the trained model"
+
+
+def slide(reader: Reader, *keys: str) -> None:
+    wait_until(lambda: reader.find("#time").is_displayed())
+    reader.find("#time [type=range]").send_keys(*keys)
+
+
+def place(reader: Reader) -> str:
+    """What the time machine says that it shows."""
+    return reader.find("#time output").text
+
+
+def wait_for_loss(reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None) -> None:
+    """Wait until the page shows one loss, that of the text for a model."""
+    expected = {name: [loss_of(model or MODELS[name], text)]}
+    wait_until(lambda: reader.losses() == expected)
+
+
+def wait_for_continuation(reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None) -> None:
+    """Wait until the second pane shows how a model continues a text."""
+    expected = continuation(model or MODELS[name], text, 30)
+    wait_until(lambda: reader.token_text("#second") == expected)
+    assert reader.find("#second-name").text == f"Continued by {name}"
+
+
+@pytest.mark.parametrize("reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True)
+def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader: Reader) -> None:
+    reader.write(PROMPT)
+    assert place(reader) == TRAINED
+    assert not reader.find("#time [type=checkbox]").is_displayed()  # nothing to follow
+    reader.open("Attention")
+    reader.choose_head("layer 2, head 1")
+    ids = torch.as_tensor(CHARACTERS.encode(PROMPT))
+    for key, step in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 10), (Keys.ARROW_RIGHT, 2000), (Keys.END, None)):
+        slide(reader, key)
+        assert place(reader) == (TRAINED if step is None else f"step {step:,}")
+        assert reader.find("#time [type=range]").get_attribute("aria-valuetext") == place(reader)
+        name = "small" if step is None else f"small@{step}"
+        wait_for_loss(reader, name)
+        wait_for_continuation(reader, name)
+        reader.hover(reader.tokens()[7])
+        weights = attention_maps(MODELS[name], ids)[1, 0, 7].sort(descending=True).values[:6]
+        expected = pytest.approx([weight for weight in weights.tolist() if weight >= 0.0005], abs=1e-3)
+        wait_until(lambda: [float(row[0]) for row in reader.attended()] == expected)  # noqa: B023
+        with torch.no_grad():
+            logits = MODELS[name](ids[None, :7])[0, -1]
+        rank = int((logits > logits[ids[7]]).sum()) + 1
+        wait_until(lambda: f"rank {rank}, surprisal" in reader.find("#token").text)  # noqa: B023
+    reader.open("Attention")  # closes it
+    order = logprobs(MODELS["small"], PROMPT).argsort()
+
+    def warmth() -> list[int]:
+        """Of the tokens, the least likely first: red above blue in their backgrounds."""
+        colors = reader.backgrounds()[1:]
+        return [colors[i][0] - colors[i][2] for i in order]
+
+    wait_until(lambda: (found := warmth()) == sorted(found, reverse=True))
+
+
+def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
+    reader, name = in_file, "small@10"
+    reader.write(PROMPT)
+    slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
+    wait_for_continuation(reader, name)
+    reader.generate()
+    written = continuation(MODELS[name], PROMPT, 30)
+    assert reader.text == written
+    reader.write("!")
+    wait_for_loss(reader, name, f"{written}!")
+    wait_for_continuation(reader, name, f"{written}!")
+    reader.press(Keys.CONTROL, "z")
+    assert reader.text == written
+    wait_for_loss(reader, name, written)
+    slide(reader, Keys.END)
+    reader.find("#undo").click()  # back to a text that the model of a step has read
+    assert reader.text == PROMPT
+    wait_for_loss(reader, "small")
+    wait_for_continuation(reader, "small")
+    reader.find("#close").click()
+    assert not reader.find("#second").is_displayed()
+
+
+def test_play_passes_every_step_and_ends_at_the_trained_model(in_file: Reader) -> None:
+    reader = in_file
+    reader.write(PROMPT)
+    reader.run("""
+        globalThis.seen = [];
+        const output = document.querySelector("#time output"), {setInterval} = window;
+        window.setInterval = (function_, ms) => setInterval(function_, ms / 5);
+        new MutationObserver(() => seen.push(output.value)).observe(output, {childList: true});""")
+    play = reader.find("#time button")
+    reader.run("arguments[0].click(); seen.push(arguments[0].ariaLabel)", play)
+    wait_until(lambda: play.accessible_name == "Play the training")
+    passed = list(dict.fromkeys(reader.run("return seen")))
+    assert passed == ["Pause", *(f"step {step:,}" for step in STEPS), TRAINED]
+    wait_for_loss(reader, "small")
+    wait_for_continuation(reader, "small")
+
+
+def curves(reader: Reader, label: str) -> SimpleNamespace:
+    """The legend of a plot, the places of the points of each line, and the place of its mark, or None."""
+    legend, lines, mark = reader.run(
+        """
+        const plot = [...document.querySelectorAll(".plot")].find(e => e.ariaLabel.startsWith(arguments[0]));
+        const places = line => line.getAttribute("points").split(" ").map(point => point.split(",").map(Number));
+        const legend = [...plot.previousSibling.children].map(name => name.textContent);
+        return [legend, [...plot.querySelectorAll("polyline")].map(places),
+            plot.querySelector(".mark")?.getAttribute("x1") ?? null];""",
+        label,
+    )
+    return SimpleNamespace(legend=legend, lines=torch.tensor(lines), mark=None if mark is None else float(mark))
+
+
+def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(in_file: Reader) -> None:
+    reader = in_file
+    reader.resize(390)
+    reader.open("Training")
+    wait_until(lambda: len(reader.find_all("#history svg")) == 4)
+    assert reader.run("return document.documentElement.scrollWidth") <= 390
+    assert curves(reader, "loss by kind of token").legend == list(LEARNED[0]["kinds"])
+    plots = {"loss by kind of token": [[*snapshot["kinds"].values()] for snapshot in LEARNED]}
+    for name, label in (("previous", "attention to the previous token"), ("induction", "induction score")):
+        plots[label] = [[*chain(*snapshot[name])] for snapshot in LEARNED]
+    for label, values in plots.items():
+        heights, expected = curves(reader, label).lines[..., 1].flatten(), torch.tensor(values).T.flatten()
+        assert torch.corrcoef(torch.stack([heights, expected]))[0, 1] == pytest.approx(-1, abs=1e-4)
+    assert reader.find_all(".mark") == []
+    slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
+    wait_until(lambda: len(reader.find_all(".mark")) == 3)
+    for label in plots:
+        plot = curves(reader, label)
+        assert plot.lines[:, 1, 0].tolist() == pytest.approx([plot.mark] * len(plot.lines))
+    assert reader.find(".mark").value_of_css_property("stroke-dasharray") != "none"
+    reader.open("Attention")
+    reader.choose_head("layer 2, head 1")
+    wait_until(lambda: curves(reader, "induction score").legend == ["layer 2, head 1"])
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> None:
+    folder, models = write_run(tmp_path / "live", random_model(), CHARACTERS), {}
+    (folder / BEST).unlink()  # before the first validation
+
+    def add_snapshot(step: int) -> None:
+        models[step] = random_model(step + 1)
+        save_checkpoint(models[step], CHARACTERS, snapshot_path(folder, step))
+
+    add_snapshot(0)
+    add_snapshot(10)
+    with serving([folder]) as server:
+        with lock_run_dir(folder, resume=True):
+            reader = Reader(browser, f"{server.url}/")
+            reader.set("max_tokens", 30)
+            reader.write(PROMPT)
+            wait_until(lambda: place(reader) == "the best model so far (running)")
+            wait_for_loss(reader, "live", model=models[10])
+            follow = reader.find("#time [type=checkbox]")
+            follow.click()
+            wait_until(lambda: place(reader) == "step 10 (running)")
+            add_snapshot(20)
+            wait_until(lambda: place(reader) == "step 20 (running)")
+            wait_for_loss(reader, "live@20", model=models[20])
+            wait_for_continuation(reader, "live@20", model=models[20])
+            slide(reader, Keys.HOME)
+            assert not follow.is_selected()
+            write_failure(folder, "the disk is full")
+        wait_until(lambda: place(reader) == "step 0 (failed: the disk is full)")
+        assert not follow.is_displayed()
+        assert browser.get_log("browser") == []
