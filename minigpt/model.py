@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
+from minigpt.embeddings import NGramEmbedding, smear
 from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
 
 if TYPE_CHECKING:
@@ -119,11 +120,21 @@ class GPT(nn.Module):
 
         Tokens follow those of the cache, which n-gram embeddings and smear append to.
         """
+        B, T = tokens.shape
         x = self.wte(tokens)
-        if self.config.ngram:
-            x = x + self.ngrams(tokens, cache)
-        if self.config.smear:
-            x = smear(x, self.smear, cache)
+        if orders := max(0, self.config.ngram - 1):  # padding: the id after the last of the vocabulary
+            before = cache.last_tokens if cache else tokens.new_full((B, orders), self.config.vocab_size)
+            padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
+            x = x + self.ngrams(padded)
+            if cache:
+                cache.last_tokens = padded[:, T:]
+        if k := self.config.smear:
+            # FSDP2 can gather the embedding in bfloat16.
+            last = cache.last.to(x.dtype) if cache else x.new_zeros(B, k, x.size(2))
+            padded = torch.cat((last, x), dim=1)  # (B, k + T, C)
+            x = smear(x, padded, self.smear)
+            if cache:
+                cache.last = padded[:, T:]
         if self.config.position == "learned":
             x = x + self.wpe.weight[positions]
         if self.config.embed_norm:
@@ -250,55 +261,6 @@ class Cache:
     layers: list[KVCache]
     last: Tensor  # embeddings (B, smear, C)
     last_tokens: Tensor  # (B, ngram - 1)
-
-
-class NGramEmbedding(nn.Module):
-    """Embed the last 2 … `ngram` tokens: each n-gram is hashed into a table.
-
-    A short training spends most of its steps on n-gram statistics; this makes them an input of the first block.
-
-    Source: Byte Latent Transformer, section 3.2.1, https://arxiv.org/abs/2412.09871
-    """
-
-    MULTIPLIER, PRIME = 2_654_435_761, 2_147_483_647  # Knuth's multiplicative hash, modulo 2³¹ - 1
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.vocab_size, self.orders, self.buckets = config.vocab_size, config.ngram - 1, config.ngram_buckets
-        self.dropout = config.ngram_dropout
-        self.table = nn.Embedding(self.orders * self.buckets, config.ngram_dim)
-        self.out = nn.Linear(self.orders * config.ngram_dim, config.n_embd, bias=False)
-
-    def forward(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        """Map token ids (B, T), after those of the cache, to (B, T, C)."""
-        T = tokens.size(1)
-        # Padding: the id after the last of the vocabulary.
-        before = cache.last_tokens if cache else tokens.new_full((tokens.size(0), self.orders), self.vocab_size)
-        padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
-        if cache:
-            cache.last_tokens = padded[:, -self.orders :]
-        hashed, rows = tokens, []
-        for n in range(1, self.orders + 1):
-            # No overflow: the product is below 2⁶³, for ids below 2³¹.
-            hashed = (hashed * self.MULTIPLIER + padded[:, self.orders - n :][:, :T] + 1) % self.PRIME
-            rows.append(hashed % self.buckets + (n - 1) * self.buckets)  # (B, T)
-        embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
-        if self.training and self.dropout:
-            embedded = embedded * apply_dropout(embedded.new_ones(*embedded.shape[:3], 1), self.dropout)
-        return self.out(embedded.flatten(2))
-
-
-def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
-    """Add to each position of x (B, T, C), after those of the cache, the k previous ones times k factors (C,) each."""
-    k, T = len(factors), x.size(1)
-    # FSDP2 can gather the embedding in bfloat16.
-    before = cache.last.to(x.dtype) if cache else x.new_zeros(x.size(0), k, x.size(2))
-    padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
-    if cache:
-        cache.last = padded[:, -k:]
-    for i, factor in enumerate(factors):  # the last is for the previous position
-        x = x + factor * padded[:, i : i + T]
-    return x
 
 
 def _range(ids: Tensor) -> str:

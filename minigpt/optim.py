@@ -3,18 +3,17 @@
 An optimizer in `configs/optimizer/` is a function of the model that returns one `torch.optim.Optimizer`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.device import has_bfloat16
-from minigpt.model import GPT, MLP, NGramEmbedding
+from minigpt.embeddings import NGramEmbedding
+from minigpt.model import GPT, MLP
 from minigpt.ops import local_shard
 
 FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
@@ -77,20 +76,34 @@ def muon(
     return Muon(groups, rows)
 
 
+class OneRank:
+    """Orthogonalize matrices that this process holds whole; subclasses share the work between ranks."""
+
+    rank = 0  # of this process among those that hold the rows of a matrix
+
+    def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
+        """Return how many rows of each of the concatenated matrices each of those ranks holds."""
+        return [[rows] for rows in matrices]
+
+    def orthogonalize(self, updates: list[Tensor], rows: list[list[int]], steps: int) -> list[Tensor]:
+        """Orthogonalize matrices of one shape; take and return the rows that this rank holds."""
+        return list(orthogonalize(torch.stack(updates), steps))
+
+
 class Muon(torch.optim.Optimizer):
     """Update matrices by orthogonalized momentum, so that all directions learn equally fast, and the rest by AdamW.
-
-    Each rank orthogonalizes its share of the matrices: under DDP, if `replicas` is its process group, and under FSDP2,
-    where the rows of a matrix are on all ranks.
 
     Args:
         groups: parameter groups with a `kind`, "muon" or "adamw", and the options of `muon` for it.
         rows: from `matrix_params`; each of the concatenated matrices is orthogonalized by itself.
 
+    Attributes:
+        ranks: by which the matrices are orthogonalized; `minigpt.distributed.strategies` sets it.
+
     Source: https://kellerjordan.github.io/posts/muon
     """
 
-    replicas: distributed.ProcessGroup | None = None  # the ranks that hold the same gradients
+    ranks = OneRank()
 
     def __init__(self, groups: Iterable[dict[str, Any]], rows: dict[Tensor, list[int]]) -> None:
         super().__init__([group for group in groups if group["params"]], {})
@@ -109,6 +122,8 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, group: dict[str, Any], matrices: list[Any]) -> None:
         momentum, lr = group["momentum"], group["lr"]
+        if type(self.ranks) is OneRank and hasattr(matrices[0], "to_local"):
+            raise TypeError("the matrices are sharded: set Muon.ranks to minigpt.distributed.muon_ranks.Shards(group)")
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -118,25 +133,18 @@ class Muon(torch.optim.Optimizer):
         nesterov = torch._foreach_lerp(gradients, buffers, momentum)
         # By shape: weight and update of each matrix, and how many of its rows each rank holds.
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, list[int]]]] = {}
-        group_of = matrices[0].device_mesh.get_group() if isinstance(matrices[0], DTensor) else None
         for matrix, update in zip(matrices, nesterov, strict=True):
-            held = rows_per_rank(self.rows[matrix], group_of.size() if group_of else 1)  # of each matrix
-            here = [rows[group_of.rank() if group_of else 0] for rows in held]
+            held = self.ranks.rows_of_ranks(self.rows[matrix])  # of each matrix
+            here = [rows[self.ranks.rank] for rows in held]
             pieces = zip(local_shard(matrix).split(here), update.split(here), held, strict=True)
             for rows, piece in zip(self.rows[matrix], pieces, strict=True):
                 stacks.setdefault((rows, matrix.size(1)), []).append(piece)
         for (rows, columns), stack in stacks.items():
             weights, updates, held = [list(values) for values in zip(*stack, strict=True)]
-            steps, scale = group["newton_schulz_steps"], max(1, rows / columns) ** 0.5
-            if group_of:
-                updates = orthogonalize_shards(updates, held, steps, group_of)
-            elif self.replicas:
-                updates = orthogonalize_replicas(torch.stack(updates), steps, self.replicas)
-            else:
-                updates = list(orthogonalize(torch.stack(updates), steps))
+            updates = self.ranks.orthogonalize(updates, held, group["newton_schulz_steps"])
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-            torch._foreach_mul_(updates, scale)
+            torch._foreach_mul_(updates, max(1, rows / columns) ** 0.5)
             torch._foreach_add_(weights, updates, alpha=-lr)
 
     def _adamw(self, group: dict[str, Any], parameters: list[Any]) -> None:
@@ -178,58 +186,6 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
         gram = x @ x.mT  # (N, r, r)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return (x.mT if tall else x).to(matrices.dtype)
-
-
-def orthogonalize_replicas(matrices: Tensor, steps: int, group: distributed.ProcessGroup) -> list[Tensor]:
-    """Orthogonalize matrices (N, R, C) that are the same on all ranks: each rank 1/n of them. Returns N of (R, C)."""
-    shares = matrices.tensor_split(group.size())
-    mine = orthogonalize(shares[group.rank()], steps)
-    sent = [mine.numel()] * group.size()  # to each rank the same
-    received = [share.numel() for share in shares]
-    return list(exchange(mine.flatten().repeat(group.size()), sent, received, group).view_as(matrices))
-
-
-def orthogonalize_shards(
-    pieces: list[Tensor], rows: list[list[int]], steps: int, group: distributed.ProcessGroup
-) -> list[Tensor]:
-    """Orthogonalize N matrices whose rows are spread over n ranks: each rank gets 1/n of the matrices whole.
-
-    Args:
-        pieces: the rows of each matrix on this rank, (r, C) each.
-        rows: of each matrix on each rank.
-
-    Returns:
-        The same rows of the orthogonalized matrices.
-    """
-    n, me, columns = group.size(), group.rank(), pieces[0].size(1)
-    numel = [[count * columns for count in counts] for counts in rows]  # [matrix][rank]
-    owned = [numel[len(numel) * i // n : len(numel) * (i + 1) // n] for i in range(n)]  # by each rank
-    to_owners = [sum(counts[me] for counts in matrices) for matrices in owned]
-    from_ranks = [sum(counts[rank] for counts in owned[me]) for rank in range(n)]
-    gathered = exchange(torch.cat([piece.flatten() for piece in pieces]), to_owners, from_ranks, group)
-    parts = [part.split([counts[rank] for counts in owned[me]]) for rank, part in enumerate(gathered.split(from_ranks))]
-    whole = torch.cat([torch.cat(matrix) for matrix in zip(*parts, strict=True)] or [gathered])
-    whole = orthogonalize(whole.view(len(owned[me]), -1 if owned[me] else 1, columns), steps)  # (N/n, R, C)
-    back = [matrix.flatten().split(counts) for matrix, counts in zip(whole, owned[me], strict=True)]
-    sent = torch.cat([part for parts in zip(*back, strict=True) for part in parts] or [gathered])
-    received = exchange(sent, from_ranks, to_owners, group).split([counts[me] for counts in numel])
-    return [update.view_as(piece) for update, piece in zip(received, pieces, strict=True)]
-
-
-def exchange(sent: Tensor, sizes: Sequence[int], received: Sequence[int], group: distributed.ProcessGroup) -> Tensor:
-    """Send `sizes` elements to the ranks, and return the `received` elements from them, in the order of the ranks."""
-    result = sent.new_empty(sum(received))
-    distributed.all_to_all_single(result, sent, list(received), list(sizes), group=group)
-    return result
-
-
-def rows_per_rank(matrices: list[int], n: int) -> list[list[int]]:
-    """Return how many rows of concatenated matrices each of n ranks holds under FSDP2, which splits as torch.chunk."""
-    share, ends = -(-sum(matrices) // n), list(accumulate(matrices))
-    return [
-        [max(0, min(end, (rank + 1) * share) - max(start, rank * share)) for rank in range(n)]
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
 
 
 def matrix_params(model: nn.Module) -> dict[Tensor, list[int]]:

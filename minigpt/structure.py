@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.config import GPTConfig
-from minigpt.model import GPT, MLP, Block, NGramEmbedding, Norm
+from minigpt.embeddings import NGramEmbedding
+from minigpt.model import GPT, MLP, Block, Norm
 from minigpt.utils.errors import UserError
 
 _KINDS: Any = (GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention, nn.Linear, nn.Embedding)

@@ -12,16 +12,14 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.model import GPT
-from minigpt.optim import Muon
 
 
 class LanguageModel(L.LightningModule):
@@ -60,8 +58,6 @@ class LanguageModel(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer: Any = self.make_optimizer(self.model)
         optimizer._step_supports_amp_scaling = False  # with 16-mixed, unscale before clipping, not in a fused step
-        if isinstance(optimizer, Muon) and isinstance(self.trainer.model, DistributedDataParallel):
-            optimizer.replicas = distributed.group.WORLD
         scheduler = LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

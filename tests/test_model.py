@@ -129,15 +129,15 @@ def test_every_setting_changes_the_model():
 
 def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     model = make_model(ngram=3, ngram_buckets=1_000_003)
-    tokens = torch.randint(23, (1, 16))
-    embedded = model.ngrams(tokens, None)
-    for changed in range(16):
+    tokens = torch.randint(23, (1, 2 + 16))  # the first two are context alone
+    embedded = model.ngrams(tokens)
+    for changed in range(18):
         other = tokens.clone()
         other[0, changed] = (other[0, changed] + 1) % 23
-        differs = (model.ngrams(other, None) != embedded).any(-1)[0]
-        assert differs.tolist() == [changed <= t <= changed + 2 for t in range(16)]
-    again = torch.cat((tokens[:, 5:8], tokens[:, 5:8]), dim=1)  # the same three tokens, the same embedding
-    assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
+        differs = (model.ngrams(other) != embedded).any(-1)[0]
+        assert differs.tolist() == [changed <= t <= changed + 2 for t in range(2, 18)]
+    again = tokens[:, 5:8].repeat(1, 3)  # the same three tokens, the same embedding
+    assert_close(model.ngrams(again)[0, 3], embedded[0, 5])
 
 
 def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_the_norm_of_the_input():

@@ -10,7 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
+from minigpt.distributed.muon_ranks import Replicas, Shards
 from minigpt.model import GPT
+from minigpt.optim import Muon
 
 
 class DDP(DDPStrategy):
@@ -24,6 +26,10 @@ class DDP(DDPStrategy):
         # The only buffer of the model is constant.
         super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, **options)
         self.compress = compress
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _share_muon(self.optimizers, Replicas)
 
     def _setup_model(self, model: Any) -> Any:
         # A static graph cannot begin with a backward pass that sends nothing, as the first of an accumulation.
@@ -45,6 +51,10 @@ class FSDP(ModelParallelStrategy):
     def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
         super().__init__(save_distributed_checkpoint=False, **options)  # rank 0 gathers and writes it
         self.reshard_after_forward = reshard_after_forward
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        _share_muon(self.optimizers, Shards)
 
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
@@ -77,3 +87,10 @@ class FSDP(ModelParallelStrategy):
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]
+
+
+def _share_muon(optimizers: list[Any], kind: type[Replicas | Shards]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, Muon):
+            assert distributed.group.WORLD is not None
+            optimizer.ranks = kind(distributed.group.WORLD)

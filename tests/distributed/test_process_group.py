@@ -4,6 +4,7 @@ import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import processes  # noqa: F401  # its fork server has imported everything
 import pytest
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
 
 from minigpt.config import GPTConfig
+from minigpt.distributed.muon_ranks import Replicas, Shards
 from minigpt.model import GPT
-from minigpt.optim import adamw, muon
+from minigpt.optim import OneRank, adamw, muon
 
 MUON = ADAM | OPTIONS
 # Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not divide, ranks that own
@@ -54,11 +56,12 @@ def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
 
 
 def train_both(file: Path) -> None:
-    replicas = trained(GPT(CONFIG), distributed.group.WORLD)
-    torch.save({"replicas": replicas, "shards": trained(shard(GPT(CONFIG)))}, file)
+    world = distributed.group.WORLD
+    replicas, shards = trained(GPT(CONFIG), Replicas(world)), trained(shard(GPT(CONFIG)), Shards(world))
+    torch.save({"replicas": replicas, "shards": shards}, file)
 
 
-def trained(model: GPT, replicas: distributed.ProcessGroup | None = None) -> dict[str, Tensor]:
+def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
     """The whole weights after three steps with drawn gradients, in float64."""
     generator = torch.Generator().manual_seed(0)
 
@@ -70,7 +73,7 @@ def trained(model: GPT, replicas: distributed.ProcessGroup | None = None) -> dic
     for p in parameters.values():
         p.data.copy_(drawn(p))
     optimizer = muon(model, **MUON)
-    optimizer.replicas = replicas
+    optimizer.ranks = ranks or OneRank()
     for _ in range(3):
         for p in parameters.values():
             p.grad = drawn(p)
@@ -98,7 +101,11 @@ def measure_memory(file: Path, optimizer: str) -> None:
         p.grad = torch.zeros_like(p)
     adam = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
     few = MUON | {"newton_schulz_steps": 1}
-    made = muon(model, **few) if optimizer == "muon" else adamw(model, **adam)
+    made: Any = muon(model, **few) if optimizer == "muon" else adamw(model, **adam)
+    if optimizer == "muon":
+        with pytest.raises(TypeError, match="set Muon"):
+            made.step()
+        made.ranks = Shards(distributed.group.WORLD)
     made.step()
     made.zero_grad()
     file.write_text(f"{resident_bytes() - before}")
