@@ -10,7 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs.config_checks import check_hydra, check_run
+from minigpt.run_config import check_hydra, check_run
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from small_runs import CONFIGS, composed
 
 from minigpt.config import GPTConfig
-from minigpt.runs.config_checks import check_run
+from minigpt.run_config import check_run
 from minigpt.utils.errors import UserError
 
 # Settings, of which the last is refused.

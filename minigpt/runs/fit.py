@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.distributed import DistError
 
 from minigpt import __version__
@@ -27,12 +27,13 @@ from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import LOST_RANK, gather_objects, shared_errors, started_together
 from minigpt.model import GPT
+from minigpt.run_config import RunConfig
 from minigpt.runs import run_dir
 from minigpt.runs.collective_timeout import CollectiveTimeout
-from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
 from minigpt.runs.metrics import MetricsCallback
+from minigpt.runs.parts import partial_from_config
 from minigpt.runs.resume_state import ResumeState
 from minigpt.runs.samples import only_a_warning, sample_text
 from minigpt.runs.trainer import TokenDataModule, build_trainer
@@ -51,12 +52,13 @@ FINAL_SECONDS, FINAL_SHARE = 10, 0.05  # time of what follows a training, at mos
 
 
 def fit(
-    cfg: DictConfig,
+    run: RunConfig,
     folder: Path,
     corpus: Corpus,
     config: GPTConfig,
     pretrained: Pretrained | None,
     *,
+    composed: str,
     overrides: Sequence[str],
     started: float,
 ) -> float | None:
@@ -64,55 +66,54 @@ def fit(
 
     Args:
         folder: of the run, locked.
-        overrides: of which `cfg` is composed.
+        composed: the configuration as YAML, and `overrides`, of which it is composed.
         started: `time.perf_counter()` when the run started.
 
     Returns:
         The best validation loss, nats per token.
     """
-    composed, cfg.model = cfg.copy(), config.to_dict()  # null values resolved
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    settings = run.settings | {"model": config.to_dict()}  # null values resolved
     origin = provenance() | {"init_from": None, "resumed_from": None}
     identity = {"corpus_sha256": corpus.sha256, "corpus_provenance": dict(corpus.provenance)}
     saved = contents(config, corpus.tokenizer, config=settings, provenance=origin, **identity)
-    resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
+    resume, step, before, done = find_checkpoint_of_ranks(run, folder, saved)
     if done:
         if is_rank_zero():
-            where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
+            where = f"{run_dir.short_path(folder)} is complete at step {step} of {run.max_steps}"
             print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
         return done.get("best_val_loss")
     if pretrained:  # `saved` refers to `origin`
-        checksum_cache = Path(cfg.data.folder) / CHECKSUM_CACHE
+        checksum_cache = Path(run.data["folder"]) / CHECKSUM_CACHE
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     if resume:
-        origin["resumed_from"] = before.get("resumed_from") if cfg.resume == "auto" else f"{resume}, step {step}"
+        origin["resumed_from"] = before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
     save_config(folder, composed, overrides)
     run_dir.truncate_logs(folder, step)
 
-    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
-    torch.manual_seed(cfg.seed)
+    metrics, state = MetricsCallback(run, config.block_size, started=started), ResumeState(saved)
+    torch.manual_seed(run.seed)
     with shared_errors():
         model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
-        model.checkpoint_blocks = cfg.checkpoint_blocks
-        optimizer, schedule = partial_from_config(cfg.optimizer), partial_from_config(cfg.schedule)
+        model.checkpoint_blocks = run.checkpoint_blocks
+        optimizer, schedule = (partial_from_config(name, getattr(run, name)) for name in ("optimizer", "schedule"))
         module = LanguageModel(
-            model, optimizer=optimizer, schedule=schedule, max_steps=cfg.max_steps, compile=cfg.compile
+            model, optimizer=optimizer, schedule=schedule, max_steps=run.max_steps, compile=run.compile
         )
-        trainer = build_trainer(cfg, folder, state, metrics, CollectiveTimeout(cfg.collective_timeout))
+        trainer = build_trainer(run, folder, state, metrics, CollectiveTimeout(run.collective_timeout))
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
-    torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
+    torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
 
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
     exit_code = 0
     try:
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
-        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        outcome |= ending(trainer, cfg.max_steps)
+        trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)
+        outcome |= ending(trainer, run.max_steps)
         sample, outcome["originality"] = "", None
         if outcome["status"] != "paused":
             seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
-            sample, outcome["originality"] = sample_best(trainer, module, corpus, cfg, seconds)
+            sample, outcome["originality"] = sample_best(trainer, module, corpus, run, seconds)
     except (Interrupted, KeyboardInterrupt) as error:
         outcome["status"], exit_code = "interrupted", explain(error)[1]
         raise
@@ -129,10 +130,10 @@ def fit(
         raise error
     finally:
         summary = metrics.summary(trainer, module) | outcome | origin
-        summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
-        if cfg.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
+        summary |= {"seed": run.seed, "eval_batches": run.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
+        if run.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
             summary["expected_val_loss"] = plan["expected_val_loss"]
-        validated = corpus.validated_part(config.block_size, cfg.data.eval_batch_size, cfg.eval_batches)
+        validated = corpus.validated_part(config.block_size, run.data["eval_batch_size"], run.eval_batches)
         summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated}
         write_results(trainer, folder, summary, exit_code)
     if trainer.is_global_zero:
@@ -140,11 +141,11 @@ def fit(
     return summary["best_val_loss"]
 
 
-def save_config(folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
+def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
     """Write `.hydra` of a run folder, as Hydra would do before it is known that the folder is the run's own."""
     if is_rank_zero():
         (folder / ".hydra").mkdir(exist_ok=True)
-        OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+        (folder / ".hydra/config.yaml").write_text(composed, encoding="utf-8")
         OmegaConf.save(list(overrides), folder / ".hydra/overrides.yaml")
 
 
@@ -160,7 +161,7 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
 
 
 def find_checkpoint_of_ranks(
-    cfg: DictConfig, folder: Path, saved: dict[str, Any]
+    run: RunConfig, folder: Path, saved: dict[str, Any]
 ) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
     """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks."""
     found: Any = None
@@ -171,9 +172,9 @@ def find_checkpoint_of_ranks(
 
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search
-            path, step, before, changed = find_resumed(cfg.resume, folder, saved, warn_and_log)
-            done = run_dir.completed_summary(folder, step, cfg.max_steps) if cfg.resume == "auto" and path else None
-            if done and changed and step < cfg.max_steps:  # it stopped early with other settings
+            path, step, before, changed = find_resumed(run.resume, folder, saved, warn_and_log)
+            done = run_dir.completed_summary(folder, step, run.max_steps) if run.resume == "auto" and path else None
+            if done and changed and step < run.max_steps:  # it stopped early with other settings
                 done = None
             if done and done.get("checkpoint") and not (folder / BEST).exists():
                 warn(f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing")
@@ -182,7 +183,7 @@ def find_checkpoint_of_ranks(
 
 
 def sample_best(
-    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, cfg: DictConfig, seconds: float
+    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, run: RunConfig, seconds: float
 ) -> tuple[str, dict[str, Any] | None]:
     """Return a sample of the best checkpoint, which sample.py loads, and its originality; none on ranks without it.
 
@@ -193,19 +194,19 @@ def sample_best(
     folder = Path(trainer.default_root_dir)
     best = folder / BEST
     model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
-    compares = cfg.originality is not None and best.exists()
+    compares = run.originality is not None and best.exists()
     if trainer.is_global_zero:
-        what = f" and {cfg.originality:,} characters, to see how much is copied" if compares else ""
+        what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
         run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s")
     end, sample = time.perf_counter() + seconds, ""
-    settings: Any = {"temperature": 0.8, "seed": cfg.seed, "max_new_tokens": FINAL_TOKENS}
+    settings: Any = {"temperature": 0.8, "seed": run.seed, "max_new_tokens": FINAL_TOKENS}
     with only_a_warning("the final sample failed"):
         most = seconds / 2 if best.exists() or trainer.world_size == 1 else inf
         sample = sample_text(model, corpus.tokenizer, "", seconds=most, **settings)
     if not compares:
         return sample, None
     left = 0.8 * (end - time.perf_counter())  # the comparison itself takes the rest
-    options: Any = {"characters": cfg.originality, "seed": cfg.seed, "seconds": left}
+    options: Any = {"characters": run.originality, "seed": run.seed, "seconds": left}
     return sample, from_extras("final_originality")(model, corpus, sample, folder, **options)
 
 

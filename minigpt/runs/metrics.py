@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
 from minigpt.distributed.process_group import gather_objects
+from minigpt.run_config import RunConfig
 from minigpt.runs.checkpoint_callback import CheckpointCallback
 from minigpt.runs.progress_bar import Progress
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
@@ -53,9 +53,9 @@ class MetricsCallback(Callback):
             the gradient at every step; a GPU, where reading it would wait, the losses of a row.
     """
 
-    def __init__(self, cfg: DictConfig, *, started: float) -> None:
-        self.log_every, self.max_steps, self.started = cfg.log_every, cfg.max_steps, started
-        self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
+    def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:
+        self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
+        self.tokens_per_step = run.batch_size * run.accumulate * block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run

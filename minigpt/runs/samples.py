@@ -44,8 +44,7 @@ class Samples(Callback):
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
         encode_prompt(self.tokenizer, self.prompt)  # a character that the tokenizer lacks is an error before training
-        cfg = trainer.datamodule.cfg  # type: ignore[attr-defined]
-        trained = trainer.val_check_interval * cfg.data.batch_size * cfg.model.block_size  # between validations
+        trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch  # type: ignore[attr-defined]
         self.settings["max_new_tokens"] = self.max_new_tokens or max(16, min(200, int(trained * DRAWN_SHARE)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.distributed.process_group import join_ranks, shared_errors
+from minigpt.run_config import RunConfig, check_hydra
 from minigpt.runs import run_dir
-from minigpt.runs.config_checks import check_hydra, load_parts
 from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.parts import load_parts
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
@@ -80,15 +81,16 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             with shared_errors():
                 check_hydra(HydraConfig.get())
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
-                sized = cfg if cfg.minutes is None else from_extras("with_possible_sizes")(cfg, task)
-                parts = load_parts(sized, folder=folder)
+                corpus = None
+                if cfg.minutes is not None:
+                    with fast_imports():
+                        plan_run = from_extras("plan_run")
+                    cfg, corpus = plan_run(cfg, folder, task, started)
+                run = RunConfig.from_hydra(cfg)
+                parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
-
-                plan_run = None if cfg.minutes is None else from_extras("plan_run")
-            if plan_run:
-                parts = plan_run(cfg, folder, parts[0], task, started)
-            return fit(cfg, folder, *parts, overrides=task, started=started)
+            return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
                 print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)

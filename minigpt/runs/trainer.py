@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 
 from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
@@ -19,6 +19,7 @@ from minigpt.data.token_files import Corpus
 from minigpt.device import training_precision
 from minigpt.distributed.process_group import started_together
 from minigpt.distributed.strategies import DDP
+from minigpt.run_config import Node, RunConfig
 from minigpt.runs import lightning_workarounds
 from minigpt.runs.metrics_csv import MetricsCSV
 from minigpt.runs.resume_state import EMACallback
@@ -28,7 +29,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 
 
-def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
+def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
     """Build a Trainer whose budget is optimizer steps, with `callbacks`, and the callbacks and loggers of the config.
 
     Raises:
@@ -39,10 +40,14 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     lightning_workarounds.end_with_rank_zero()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    callbacks = (lightning_workarounds.LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
-    callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
-    options = instantiate(cfg.trainer, _convert_="all")
-    callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
+    callbacks = (
+        lightning_workarounds.LightningWorkarounds(),
+        *callbacks,
+        *instantiate_group("callbacks", run.callbacks),
+    )
+    callbacks += () if run.ema_decay is None else (EMACallback(run.ema_decay),)
+    options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
+    callbacks += (GracefulShutdown(sync_every=run.log_every),)
     started = started_together()
     if started:
         options["num_nodes"], per_node = started
@@ -59,9 +64,9 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     try:
         trainer = L.Trainer(
             **options,
-            max_steps=cfg.pause_at or cfg.max_steps,
+            max_steps=run.pause_at or run.max_steps,
             max_epochs=-1,
-            val_check_interval=min(cfg.eval_every, cfg.max_steps) * cfg.trainer.accumulate_grad_batches,
+            val_check_interval=min(run.eval_every, run.max_steps) * run.accumulate,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
@@ -79,42 +84,44 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
         raise UserError(f"the trainer cannot be built: {error}") from error
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
-    trainer.loggers = [*trainer.loggers, *instantiate_group(cfg.logger)]  # W&B starts a run
+    trainer.loggers = [*trainer.loggers, *instantiate_group("logger", run.logger)]  # W&B starts a run
     return trainer
 
 
-def instantiate_group(group: DictConfig) -> list[Any]:
-    """Instantiate the objects of a config group; null values are skipped."""
-    return [part for part in instantiate(group, _convert_="all").values() if part is not None]
+def instantiate_group(name: str, group: Node) -> list[Any]:
+    """Instantiate the objects of a config group, whose name is that in errors; null values are skipped."""
+    parts = instantiate(OmegaConf.create({name: group}), _convert_="all")[name]
+    return [part for part in parts.values() if part is not None]
 
 
 class TokenDataModule(L.LightningDataModule):
-    """Training and validation batches of one rank, as the run configuration `cfg` sets them."""
+    """Training and validation batches of one rank."""
 
-    def __init__(self, corpus: Corpus, cfg: DictConfig) -> None:
+    def __init__(self, corpus: Corpus, run: RunConfig, block_size: int) -> None:
         super().__init__()
-        self.corpus, self.cfg = corpus, cfg
+        self.corpus, self.run, self.block_size = corpus, run, block_size
+        self.tokens_per_batch = run.batch_size * block_size
 
     def train_dataloader(self) -> Batches:
         trainer: Any = self.trainer
-        cfg, n = self.cfg, trainer.world_size
-        require("data.batch_size", cfg.data.batch_size, lambda size: size >= n, f"≥ {n}, the number of processes")
+        run, n = self.run, trainer.world_size
+        require("data.batch_size", run.batch_size, lambda size: size >= n, f"≥ {n}, the number of processes")
         return Batches(
             self.corpus.tokens("train"),
-            WindowOrder(self.corpus.train.tokens, cfg.model.block_size, cfg.seed),
-            batch_size=cfg.data.batch_size,
+            WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
+            batch_size=run.batch_size,
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
-            stop=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
-            repeat=cfg.data.overfit_batches,
+            stop=run.max_steps * run.accumulate,
+            repeat=run.data["overfit_batches"],
             **self._rank(),
         )
 
     def val_dataloader(self) -> ValidationBatches:
         return ValidationBatches(
             self.corpus.tokens("val"),
-            block_size=self.cfg.model.block_size,
-            batch_size=self.cfg.data.eval_batch_size,
-            n_batches=self.cfg.eval_batches,
+            block_size=self.block_size,
+            batch_size=self.run.data["eval_batch_size"],
+            n_batches=self.run.eval_batches,
             **self._rank(),
         )
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from minigpt.data.checksums import CHECKSUM_CACHE
-from minigpt.runs.config_checks import check_hydra, load_parts
+from minigpt.run_config import RunConfig, check_hydra
 from minigpt.runs.overrides import (
     by_name,
     complete_overrides,
@@ -33,6 +33,7 @@ from minigpt.runs.overrides import (
     relevant_settings,
     short_names,
 )
+from minigpt.runs.parts import load_parts
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
@@ -135,7 +136,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             checked = config
             if config.minutes is not None:
                 checked = from_extras("with_possible_sizes")(config, self._overrides(values))
-            corpus, model, pretrained = load_parts(checked, self._once)
+            corpus, model, pretrained = load_parts(RunConfig.from_hydra(checked, in_job=False), self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point

@@ -23,7 +23,7 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.device import has_bfloat16
 from minigpt.model import GPT
-from minigpt.runs.config_checks import partial_from_config
+from minigpt.runs.parts import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
 
 FIRST_STEPS = 10  # of a GPU: they compile
@@ -44,8 +44,8 @@ def main() -> None:
     model.checkpoint_blocks = cfg.checkpoint_blocks
     if cfg.compile:
         model.compile()
-    optimizer = partial_from_config(cfg.optimizer)(model)
-    schedule = LambdaLR(optimizer, partial(partial_from_config(cfg.schedule), max_steps=cfg.max_steps))
+    optimizer = partial_from_config("optimizer", cfg.optimizer)(model)
+    schedule = LambdaLR(optimizer, partial(partial_from_config("schedule", cfg.schedule), max_steps=cfg.max_steps))
     tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64)).to(device)
     B, T = cfg.data.batch_size, cfg.model.block_size
     window, reduced = torch.arange(T + 1, device=device), has_bfloat16(device)

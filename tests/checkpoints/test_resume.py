@@ -18,7 +18,7 @@ from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
 from minigpt.ema import EMA
-from minigpt.runs.config_checks import check_run
+from minigpt.run_config import check_run
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted

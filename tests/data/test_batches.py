@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from small_runs import composed
 
 from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
+from minigpt.run_config import RunConfig
 from minigpt.runs.trainer import TokenDataModule
 
 CPU = torch.device("cpu")
@@ -133,10 +134,10 @@ def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split():
 def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):
     positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
     split = Split([tmp_path / "train.bin"], 500, 500, 1)
-    data = {"batch_size": 4, "overfit_batches": 3, "eval_batch_size": 5}
-    cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 5}, "eval_batches": 2}
+    settings = "data.batch_size=4 data.overfit_batches=3 data.eval_batch_size=5 trainer.accumulate_grad_batches=5"
+    run = RunConfig.from_hydra(composed(*settings.split(), "eval_batches=2", "max_steps=4", "seed=3"))
     corpus = Corpus("mine", "", CharTokenizer("".join(map(chr, range(500)))), split, split)
-    module = TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 4, "seed": 3}))
+    module = TokenDataModule(corpus, run, block_size=8)
     progress = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=7)))
     fit_loop, strategy = SimpleNamespace(epoch_loop=progress), SimpleNamespace(root_device=CPU)
     module.trainer = SimpleNamespace(world_size=2, global_rank=1, strategy=strategy, fit_loop=fit_loop)

@@ -87,7 +87,7 @@ def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_over
 def logger_of(folder, *options):
     """Return the logger of a run with these options."""
     given = (option.replace("wandb.", "logger.wandb.", 1) for option in options)
-    (logger,) = instantiate_group(composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger)
+    (logger,) = instantiate_group("logger", composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger)
     return logger
 
 

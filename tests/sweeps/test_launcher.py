@@ -5,7 +5,7 @@ import yaml
 from omegaconf import OmegaConf
 from small_runs import ROOT, composed
 
-from minigpt.runs.config_checks import check_run
+from minigpt.run_config import check_run
 from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
 

@@ -14,8 +14,8 @@ from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.device import training_precision
 from minigpt.model import GPT
-from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
+from minigpt.runs.parts import partial_from_config
 
 TIMED_STEPS = 80
 
@@ -33,7 +33,7 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
         precision = training_precision(accelerator)
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
-    model, optimizer = fabric.setup(module, partial_from_config(cfg.optimizer)(module))
+    model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
     sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
     times = [time.perf_counter()]

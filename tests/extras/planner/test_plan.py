@@ -14,8 +14,9 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
 from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
-from minigpt.runs.config_checks import load_parts
+from minigpt.run_config import RunConfig
 from minigpt.runs.overrides import complete_overrides, given_settings
+from minigpt.runs.parts import load_parts
 from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
@@ -107,8 +108,7 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(mine, tmp_
     for line in ("seed=1", "seed=2", "seed=2 model.dropout=0.1", "seed=3 logger=tensorboard", "seed=1 resume=auto"):
         cfg = composed(*complete_overrides([*mine, *line.split()]))
         (folder := tmp_path / line[:6]).mkdir(exist_ok=True)
-        planning.plan_run(cfg, folder, None, line.split(), 0.0)
-        steps[line] = cfg.max_steps
+        steps[line] = planning.plan_run(cfg, folder, line.split(), 0.0)[0].max_steps
     assert [*steps.values()] == [100, 100, 101, 100, 100]
 
 
@@ -164,7 +164,7 @@ def test_a_plan_around_given_sizes_is_an_architecture(mine, given):
     overrides = complete_overrides([*mine, *given.split()])
     cfg, given = composed(*overrides), given_settings(overrides)
     before = cfg.copy()
-    load_parts(with_possible_sizes(cfg, overrides))
+    load_parts(RunConfig.from_hydra(with_possible_sizes(cfg, overrides)))
     assert cfg == before
     for size in planning.SIZES:
         settings = planning.without(given, planning.shape(cfg, given, a_text(), *size))
@@ -195,7 +195,7 @@ REFUSED = {
 def test_sizes_that_no_plan_can_have_are_refused(mine, given, message):
     overrides = complete_overrides([*mine, *given.split()])
     with pytest.raises((UserError, HydraException), match=re.escape(message)):
-        load_parts(with_possible_sizes(composed(*overrides), overrides))
+        load_parts(RunConfig.from_hydra(with_possible_sizes(composed(*overrides), overrides)))
 
 
 def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training(cfg):

@@ -1,26 +1,18 @@
-"""Checks of a composed run configuration: before torch is imported and before anything is written."""
+"""The settings of a run, typed and checked once, before torch is imported and before anything is written."""
 
+import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.config import GPTConfig
-from minigpt.runs.overrides import SETTABLE
-from minigpt.runs.run_dir import short_path
 from minigpt.utils import checks
 from minigpt.utils.checks import POSITIVE_INT, integer, one_of, or_null
-from minigpt.utils.cli import IMPORTED_FROM
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import ROOT
-
-if TYPE_CHECKING:
-    from minigpt.checkpoints.init_from import Pretrained
-    from minigpt.data.token_files import Corpus
 
 # The other options of lightning.Trainer would have no effect, or prevent an exact resume.
 TRAINER_OPTIONS = (
@@ -28,50 +20,61 @@ TRAINER_OPTIONS = (
     *("deterministic", "benchmark", "detect_anomaly", "profiler"),
 )
 
-
-def load_parts(
-    cfg: Any, once: Callable[..., Any] = lambda load, *args: load(*args), *, folder: Path | None = None
-) -> "tuple[Corpus, GPTConfig, Pretrained | None]":
-    """Check a composed run configuration; return its corpus, its architecture, and the model of `init_from`, if any.
-
-    Args:
-        once: calls a function; a sweep replaces it to call each once.
-        folder: of the run. A run that resumes has its architecture and tokenizer from its own checkpoint, so that the
-            source of its weights may be gone.
-
-    Raises:
-        UserError: a value is invalid, the text or the model is missing, or they do not fit each other.
-    """
-    check_run(cfg)
-    from minigpt.data.prepare import load_corpus  # imports numpy, which the checks do not need
-
-    if cfg.init_from is None:
-        corpus = once(load_corpus, cfg.data, cfg.tokenizer)
-        n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
-        require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
-        config, pretrained = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n}), None
-    else:
-        from minigpt.checkpoints.init_from import find_start
-
-        pretrained = once(find_start, cfg.init_from, cfg.resume, folder)
-        config = _finetuned(cfg, pretrained.config)
-        corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
-    corpus.check_length(config.block_size)
-    return corpus, config, pretrained
+Node = dict[str, Any]  # a config group
 
 
-def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
-    """Return the architecture of `init_from` with the values of `model` that may differ from it."""
-    given = {name: value for name, value in cfg.model.items() if value is not None}
-    wanted = GPTConfig.from_dict({**config.to_dict(), **given})
-    longest = integer(1, config.block_size)
-    require("model.block_size", wanted.block_size, *longest, f"init_from={cfg.init_from} has no more")
-    for name, value in given.items():
-        if name not in SETTABLE:
-            expected = getattr(config, name)
-            phrase = f"{expected}, as in init_from={cfg.init_from}"
-            require(f"model.{name}", value, [expected].__contains__, phrase, "remove it")
-    return wanted
+@dataclass(frozen=True)
+class RunConfig:
+    """Hold the settings of `configs/train.yaml`, which describes them."""
+
+    minutes: float | None
+    max_steps: int
+    eval_every: int
+    pause_at: int | None
+    eval_batches: int | None
+    log_every: int
+    seed: int
+    init_from: str | None
+    resume: str | None
+    ema_decay: float | None
+    checkpoint_blocks: int | None
+    collective_timeout: float
+    originality: int | None
+    compile: bool
+    data: Node
+    tokenizer: Node
+    model: Node  # values of a GPTConfig; null values are those of the tokenizer, or of `init_from`
+    optimizer: Node  # these have a `_target_`, or hold nodes that have one
+    schedule: Node
+    trainer: Node
+    callbacks: Node
+    logger: Node
+    settings: Node  # all of these, and those that a user added: what a checkpoint saves
+
+    @classmethod
+    def from_hydra(cls, cfg: DictConfig, *, in_job: bool = True) -> "RunConfig":
+        """Check and convert what Hydra composed; raise UserError for a value that is invalid.
+
+        Args:
+            in_job: of Hydra; outside of one, callbacks and loggers, which may name its folder, are left out.
+        """
+        check_run(cfg)
+        if not in_job:
+            cfg = cfg.copy()
+            cfg.update(callbacks={}, logger={})
+        settings: Any = OmegaConf.to_container(cfg, resolve=True)
+        named = {field.name: settings[field.name] for field in fields(cls) if field.name != "settings"}
+        return cls(**named, settings=settings)
+
+    @property
+    def batch_size(self) -> int:
+        """Windows per batch, over all devices."""
+        return int(self.data["batch_size"])
+
+    @property
+    def accumulate(self) -> int:
+        """Batches per optimizer step."""
+        return int(self.trainer["accumulate_grad_batches"])
 
 
 def check_hydra(hydra: Any) -> None:
@@ -87,7 +90,7 @@ def check_run(cfg: DictConfig) -> None:
         UserError: a value is invalid; the message names one.
     """
     if "sweep" in cfg:  # the other files of this group set values elsewhere
-        file = short_path(ROOT / "configs/sweep/wandb.yaml")
+        file = os.path.relpath(ROOT / "configs/sweep/wandb.yaml")
         raise UserError(f"{file} is for W&B's own agent: wandb sweep {file}")
     for option in cfg.get("trainer", {}):
         if option not in TRAINER_OPTIONS:
@@ -125,16 +128,6 @@ def check_run(cfg: DictConfig) -> None:
     elif model is not None:
         vocab_size = model["vocab_size"]  # null until the text is read
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
-
-
-def partial_from_config(node: DictConfig) -> Callable[..., Any]:
-    """Bind the values of a config node to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
-    values: Any = OmegaConf.to_container(node, resolve=True)
-    target = values.pop("_target_")
-    try:
-        return partial(resolve_name(target), **values)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{node._key()}._target_={target}: {error}; {IMPORTED_FROM}") from error
 
 
 def _advice(value: Any) -> str:
