@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minigpt.config import GPTConfig as GPTConfig
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
-    from minigpt.runs.train import train as train
+    from minigpt.runs.run import train as train
 
 __version__ = "0.1.0"
 _EXPORTS = {
@@ -22,7 +22,7 @@ _EXPORTS = {
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
     "load_checkpoint": "minigpt.checkpoints.load",
-    "train": "minigpt.runs.train",
+    "train": "minigpt.runs.run",
     "save_checkpoint": "minigpt.checkpoints.load",
 }
 __all__ = list(_EXPORTS)

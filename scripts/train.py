@@ -1,6 +1,6 @@
 """Train a GPT: python scripts/train.py [GROUP=CHOICE] [SETTING=VALUE] ...   (--help lists them)
 
-The run itself is `minigpt/runs/train.py`.
+The run itself is `minigpt/runs/run.py`.
 """
 
 import os
@@ -22,8 +22,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.overrides import quote_path, shared_arguments
+from minigpt.runs.run import train_in
 from minigpt.runs.run_dir import command, short_path
-from minigpt.runs.train import train_in
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
 

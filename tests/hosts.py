@@ -18,7 +18,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from small_runs import wait_until
 
-from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.runs.callbacks.shutdown import GracefulShutdown
 
 needs_hosts = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))),

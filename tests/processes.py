@@ -20,8 +20,15 @@ from tqdm import tqdm
 # The fork server must not initialize CUDA, or its forks could not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _forkserver = multiprocessing.get_context("forkserver")
-_IMPORTS = ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.training", "minigpt.optim", "minigpt.ema"]
-_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples"])
+_IMPORTS = [
+    "torch._dynamo",
+    "matplotlib.pyplot",
+    "hydra.main",
+    "minigpt.language_model",
+    "minigpt.optim",
+    "minigpt.ema",
+]
+_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"])
 
 
 class Script:

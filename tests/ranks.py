@@ -11,7 +11,7 @@ from processes import Script
 from torch.distributed import TCPStore
 
 import minigpt
-from minigpt.runs import metrics
+from minigpt.runs.callbacks import metrics
 
 
 def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2) -> str:

@@ -37,7 +37,7 @@ from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.generation import score
 from minigpt.optim import adamw, muon
-from minigpt.runs import metrics
+from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
 from minigpt.sampling import Sampling
 from minigpt.utils.errors import Diverged

@@ -18,12 +18,12 @@ from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
 from minigpt.generation import stream
+from minigpt.language_model import LanguageModel
 from minigpt.run_config import TRAINER_OPTIONS, check_run
-from minigpt.runs.collective_timeout import CollectiveTimeout
+from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.parts import partial_from_config
 from minigpt.runs.run_dir import read_samples
 from minigpt.runs.trainer import build_trainer
-from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
 
@@ -108,7 +108,7 @@ def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_ti
             time.sleep(0.02)
             yield step
 
-    monkeypatch.setattr("minigpt.runs.samples.stream", slowly)
+    monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", slowly)
     monkeypatch.setattr("minigpt.runs.fit.FINAL_SECONDS", 1)
     run = train("originality=2000")
     out, err = capsys.readouterr()
@@ -162,7 +162,7 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise RuntimeError("no text today")
 
-    monkeypatch.setattr("minigpt.runs.samples.stream", fails)
+    monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", fails)
     monkeypatch.setattr("minigpt.extras.interpret.attention_plots.plot_maps", fails)
     run = train("callbacks=attention", "callbacks.samples.max_new_tokens=20", "max_steps=2", "eval_every=1")
     assert run.summary["status"] == "completed"

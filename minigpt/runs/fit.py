@@ -26,19 +26,19 @@ from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import LOST_RANK, gather_objects, shared_errors, started_together
+from minigpt.language_model import LanguageModel
 from minigpt.model import GPT
 from minigpt.run_config import RunConfig
 from minigpt.runs import run_dir
-from minigpt.runs.collective_timeout import CollectiveTimeout
+from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
+from minigpt.runs.callbacks.metrics import MetricsCallback
+from minigpt.runs.callbacks.resume_state import ResumeState
+from minigpt.runs.callbacks.samples import only_a_warning, sample_text
 from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
-from minigpt.runs.metrics import MetricsCallback
 from minigpt.runs.parts import partial_from_config
-from minigpt.runs.resume_state import ResumeState
-from minigpt.runs.samples import only_a_warning, sample_text
 from minigpt.runs.trainer import TokenDataModule, build_trainer
 from minigpt.runs.wandb_logger import wandb_loggers
-from minigpt.training import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.extras import from_extras

@@ -21,10 +21,10 @@ from minigpt.distributed.process_group import started_together
 from minigpt.distributed.strategies import DDP
 from minigpt.run_config import Node, RunConfig
 from minigpt.runs import lightning_workarounds
+from minigpt.runs.callbacks.resume_state import EMACallback
+from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.runs.metrics_csv import MetricsCSV
-from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import METRICS
-from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 

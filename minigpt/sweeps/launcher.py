@@ -29,8 +29,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from minigpt.runs.overrides import quote_override
+from minigpt.runs.run import train
 from minigpt.runs.run_dir import LOG, SUMMARY, write_failure
-from minigpt.runs.train import train
 from minigpt.sweeps.results import Point
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text, explain

@@ -39,7 +39,7 @@ from time_to_loss import crossing, run_baseline, run_recipe, spread
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
-from minigpt.runs.metrics import PEAK_FLOPS
+from minigpt.runs.callbacks.metrics import PEAK_FLOPS
 from minigpt.utils.checks import POSITIVE_INT, one_of
 from minigpt.utils.cli import cli_entrypoint, error_text
 from minigpt.utils.errors import RunError, UserError, require

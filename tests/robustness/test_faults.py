@@ -12,7 +12,7 @@ from robustness.faults import FAULTS
 from robustness.faults.tools import Fault, Skipped
 from small_runs import wandb_records
 
-from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
 
 MARKS = {"fast": [], "slow": [pytest.mark.slow], "ci": [pytest.mark.slow, pytest.mark.ci]}

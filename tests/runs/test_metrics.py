@@ -23,8 +23,8 @@ from minigpt import GPT, GPTConfig
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data.batches import WindowOrder
-from minigpt.runs import metrics
-from minigpt.training import LanguageModel
+from minigpt.language_model import LanguageModel
+from minigpt.runs.callbacks import metrics
 from minigpt.utils.errors import RunError
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -8,12 +8,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
 
+from minigpt.language_model import LanguageModel
 from minigpt.runs import run_dir
+from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.history import plot_curves
 from minigpt.runs.metrics_csv import MetricsCSV
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.progress_bar import Progress
-from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
 

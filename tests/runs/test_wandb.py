@@ -34,7 +34,7 @@ def logged_out(monkeypatch, tmp_path):
 
 def end(monkeypatch, how):
     """End runs at their 13th step."""
-    hook = "minigpt.training.LanguageModel.on_train_batch_start"
+    hook = "minigpt.language_model.LanguageModel.on_train_batch_start"
     monkeypatch.setattr(hook, lambda module, batch, batch_idx: how() if batch_idx == 12 else None)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.utils.files import atomic_write
 
 

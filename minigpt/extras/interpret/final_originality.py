@@ -7,8 +7,8 @@ from typing import Any
 from minigpt.data.token_files import Corpus
 from minigpt.extras.interpret import originality
 from minigpt.model import GPT
+from minigpt.runs.callbacks.samples import draw, only_a_warning
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
-from minigpt.runs.samples import draw, only_a_warning
 from minigpt.utils.errors import RunError
 from minigpt.utils.scripts import usage
 

@@ -14,10 +14,10 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
 from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
+from minigpt.language_model import LanguageModel
 from minigpt.run_config import RunConfig
 from minigpt.runs.overrides import complete_overrides, given_settings
 from minigpt.runs.parts import load_parts
-from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
 

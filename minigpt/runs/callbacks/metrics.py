@@ -13,8 +13,8 @@ from torch import Tensor
 from minigpt.checkpoints.find import BEST
 from minigpt.distributed.process_group import gather_objects
 from minigpt.run_config import RunConfig
-from minigpt.runs.checkpoint_callback import CheckpointCallback
-from minigpt.runs.progress_bar import Progress
+from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
+from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
 from minigpt.utils.files import sync

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import find_snapshots, snapshot_path
 from minigpt.checkpoints.format import write
-from minigpt.runs.resume_state import EMACallback, ResumeState, check_saved
+from minigpt.runs.callbacks.resume_state import EMACallback, ResumeState, check_saved
 from minigpt.utils.checks import POSITIVE, integer
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy, read
-from minigpt.runs.resume_state import resumes_own_run
+from minigpt.runs.callbacks.resume_state import resumes_own_run
 from minigpt.runs.run_dir import short_path
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import UserError, require
