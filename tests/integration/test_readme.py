@@ -18,7 +18,7 @@ from small_runs import ROOT
 import minigpt
 
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("minigpt/extras/*/README.md"))]
 TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")  # run by test_bench.py
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
 SHORT += ["callbacks.samples.max_new_tokens=5"]
