@@ -72,7 +72,7 @@ def gpu_model(**settings: Any) -> minigpt.GPT:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fast_gpu", "best_gpu", "nanogpt_gpu"])
 def test_a_recipe_trains_in_bfloat16_if_the_gpu_has_it(small: list[str], tmp_path: Path, recipe: str) -> None:
-    size = [*small, "model.n_inner=null"] if KIND == "cpu" else small[:2]  # on a GPU only the text is small
+    size = [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]  # on a GPU only the text is small
     given = [*size, *ON_GPU, f"experiment={recipe}", "max_steps=50", "eval_every=25", "log_every=5"]
     summary = minigpt.train([*given, f"hydra.run.dir={tmp_path}/run"])
     found = column(tmp_path / "run", "train_loss")

@@ -46,7 +46,14 @@ from minigpt.utils.errors import RunError, UserError, require
 
 LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
 # Rehearsals train a model that a CPU trains in seconds; these override the values of every run.
-TINY = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=null", "model.block_size=16"]
+TINY = [
+    "model.n_layer=1",
+    "model.layer_repeats=1",
+    "model.n_head=2",
+    "model.n_embd=16",
+    "model.n_inner=null",
+    "model.block_size=16",
+]
 TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5", "originality=50"]
 # A run does no more than train: no samples, no snapshots, and no text at its end.
 ONLY_TRAINING = ["callbacks.samples.max_new_tokens=1", "callbacks.snapshots=null", "originality=null"]
