@@ -6,7 +6,10 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 from small_runs import ROOT
+
+import minigpt
 
 ORDER = ["utils", "config", "data", "core", "checkpoints", "distributed", "runs", "sweeps", "extras", "scripts"]
 MODULES = {
@@ -40,6 +43,14 @@ def test_a_module_imports_from_its_own_package_and_those_before_it_and_not_in_ci
     later = {(one, other) for one, used in graph.items() for other in used if place_of(other) > place_of(one)}
     assert not later
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # raises CycleError for a cycle
+
+
+def test_a_run_and_its_samples_need_no_extra(train, monkeypatch: pytest.MonkeyPatch):
+    """No module of the core imports one, as the test above says, and none is reached by its name."""
+    monkeypatch.setattr("minigpt.utils.extras.resolve_name", None)
+    folder = train("callbacks.samples.max_new_tokens=5", "originality=null").folder
+    model, _ = minigpt.load_checkpoint(folder)
+    assert len(minigpt.generate(model, [1], max_new_tokens=3)[0].tokens) == 3
 
 
 def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(small: list[str], tmp_path: Path):

@@ -59,7 +59,7 @@ class FSDP(ModelParallelStrategy):
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
         reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision_plugin.precision)
-        # The residual stream stays in float32, as on one device.
+        # The sums between blocks keep their precision, as on one device.
         mixed = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = mixed if reduced else MixedPrecisionPolicy()
         for block in dict.fromkeys(model.blocks):
