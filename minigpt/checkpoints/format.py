@@ -1,7 +1,7 @@
 """The checkpoint file: one safetensors file, verified by a checksum and written atomically.
 
 Tensors are stored by dotted name: weights (`model.wte.weight`), optimizer state (`optimizer.0.state.3.exp_avg`),
-random state (`rng.0.torch`). Everything else (`resume.contents`, progress of the Trainer) is one JSON text in the
+random state (`rng.0.torch`). Everything else (`contents`, progress of the Trainer) is one JSON text in the
 metadata, where `{"$tensor": NAME}` refers to a tensor. Reading builds tensors and plain containers only: a file
 cannot execute code. https://github.com/huggingface/safetensors
 """
@@ -22,12 +22,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import LAST, PREVIOUS
+from minigpt.config import GPTConfig
+from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
+
+
+def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the keys of Lightning.
+
+    Args:
+        run: for a checkpoint to resume from: `config`, the resolved configuration as plain containers; `corpus_sha256`,
+            of the text; `corpus_provenance`, of its token files; `provenance`, the command, host, versions and commit.
+    """
+    return {MINIGPT: {"format": FORMAT, "model": model.to_dict(), "tokenizer": tokenizer.to_dict(), **run}}
 
 
 def read(path: Path) -> dict[str, Any]:

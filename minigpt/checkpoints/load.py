@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minigpt.checkpoints.find import find_checkpoint
-from minigpt.checkpoints.format import FORMAT, MINIGPT, explain_errors, read, write
+from minigpt.checkpoints.format import MINIGPT, contents, explain_errors, read, write
 from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
@@ -74,16 +73,6 @@ def saved_config(model: GPT) -> GPTConfig:
         advice = "merge the change into the weights, or load its weights into GPT(model.config) and save that"
         raise UserError(f"weights and a config cannot describe this model: {change}; {advice}")
     return replace(model.config, tie_embeddings=model.lm_head.weight is model.wte.weight)
-
-
-def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the keys of Lightning.
-
-    Args:
-        run: for a checkpoint to resume from: `config`, the resolved configuration as plain containers; `corpus_sha256`,
-            of the text; `corpus_provenance`, of its token files; `provenance`, the command, host, versions and commit.
-    """
-    return {MINIGPT: {"format": FORMAT, "model": model.to_dict(), "tokenizer": tokenizer.to_dict(), **run}}
 
 
 def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:

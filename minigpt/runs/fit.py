@@ -19,8 +19,9 @@ from torch.distributed import DistError
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.format import contents
 from minigpt.checkpoints.init_from import Pretrained
-from minigpt.checkpoints.load import contents, load_checkpoint
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten
 
 from minigpt import GPT
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
-from minigpt.checkpoints.format import FORMAT, read, write
-from minigpt.checkpoints.load import contents, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.format import FORMAT, contents, read, write
+from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from minigpt.utils.errors import UserError

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import ROOT, documents, sha256, values
 
-from minigpt.checkpoints.format import write
-from minigpt.checkpoints.load import contents
+from minigpt.checkpoints.format import contents, write
 from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.config import GPTConfig
 from minigpt.data import sources

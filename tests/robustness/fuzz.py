@@ -24,8 +24,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from minigpt.checkpoints.format import checksum, write
-from minigpt.checkpoints.load import contents, load_checkpoint
+from minigpt.checkpoints.format import checksum, contents, write
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers

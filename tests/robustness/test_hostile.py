@@ -17,8 +17,8 @@ from safetensors.torch import save
 from small_runs import SCRIPTS
 from torch import Tensor
 
-from minigpt.checkpoints.format import checksum, write
-from minigpt.checkpoints.load import contents, load_checkpoint
+from minigpt.checkpoints.format import checksum, contents, write
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.validation_split import validation_batches
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 from minigpt.utils.cli import UserError
