@@ -40,11 +40,10 @@ def load_parts(
 
     if run.init_from is None:
         corpus = corpus or once(load_corpus, run.data, run.tokenizer)
-        n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
-        require(
-            "model.vocab_size", run.model["vocab_size"], lambda size: size is None or size >= n, expected, "use null"
-        )
-        config, pretrained = GPTConfig(**{**run.model, "vocab_size": run.model["vocab_size"] or n}), None
+        n, given = corpus.tokenizer.vocab_size, run.model["vocab_size"]
+        expected = f"at least the tokenizer's {n}"
+        require("model.vocab_size", given, lambda size: size is None or size >= n, expected, "use null")
+        config, pretrained = GPTConfig(**{**run.model, "vocab_size": given or n}), None
     else:
         from minigpt.checkpoints.init_from import find_start
 

@@ -83,12 +83,14 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 corpus = None
                 if cfg.minutes is not None:
-                    with fast_imports():
+                    sized = RunConfig.from_hydra(from_extras("with_possible_sizes")(cfg, task))
+                    corpus = load_parts(sized, folder=folder)[0]
+                    with fast_imports():  # of heavy packages, after every setting is checked
                         plan_run = from_extras("plan_run")
-                    cfg, corpus = plan_run(cfg, folder, task, started)
+                    cfg = plan_run(cfg, folder, corpus, task, started)
                 run = RunConfig.from_hydra(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
-            with fast_imports():  # of heavy packages, after every setting is checked
+            with fast_imports():
                 from minigpt.runs.fit import fit
             return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):

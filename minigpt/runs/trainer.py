@@ -40,11 +40,8 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     lightning_workarounds.end_with_rank_zero()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    callbacks = (
-        lightning_workarounds.LightningWorkarounds(),
-        *callbacks,
-        *instantiate_group("callbacks", run.callbacks),
-    )
+    of_config = instantiate_group("callbacks", run.callbacks)
+    callbacks = (lightning_workarounds.LightningWorkarounds(), *callbacks, *of_config)
     callbacks += () if run.ema_decay is None else (EMACallback(run.ema_decay),)
     options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
     callbacks += (GracefulShutdown(sync_every=run.log_every),)

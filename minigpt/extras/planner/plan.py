@@ -18,12 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import started_together
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
-from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
+from minigpt.extras.planner.planned_sizes import planned_heads
 from minigpt.extras.planner.step_time import step_seconds
-from minigpt.run_config import RunConfig
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.overrides import given_settings, relevant_settings
-from minigpt.runs.parts import load_parts
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
@@ -65,15 +63,10 @@ class Text:
     ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
-def plan_run(cfg: DictConfig, folder: Path, overrides: Sequence[str], started: float) -> tuple[DictConfig, Corpus]:
-    """Return `cfg` with the plan of the run that resumes, or a new one, and the corpus.
-
-    Minutes count from `started`. Every setting is checked before anything is measured.
-    """
+def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float) -> DictConfig:
+    """Return `cfg` with the plan of the run that resumes, or a new one. Minutes count from `started`."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
-    sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides), in_job=False)
-    corpus = load_parts(sized, folder=folder)[0]
     given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
 
     def plan_to(path: Path) -> None:
@@ -92,7 +85,7 @@ def plan_run(cfg: DictConfig, folder: Path, overrides: Sequence[str], started: f
     plan = _read_plan(file)
     for line in plan["lines"]:
         append_log(folder, line)
-    return updated(cfg, without(given, plan["settings"])), corpus
+    return updated(cfg, without(given, plan["settings"]))
 
 
 def _read_plan(file: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(mine, tmp_
     for line in ("seed=1", "seed=2", "seed=2 model.dropout=0.1", "seed=3 logger=tensorboard", "seed=1 resume=auto"):
         cfg = composed(*complete_overrides([*mine, *line.split()]))
         (folder := tmp_path / line[:6]).mkdir(exist_ok=True)
-        steps[line] = planning.plan_run(cfg, folder, line.split(), 0.0)[0].max_steps
+        steps[line] = planning.plan_run(cfg, folder, None, line.split(), 0.0).max_steps
     assert [*steps.values()] == [100, 100, 101, 100, 100]
 
 
