@@ -46,7 +46,7 @@ class _FixedStep:
         self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(slots, device=decoder.device)
-        self.inputs = Cache([], decoder._inputs.last.clone(), decoder._inputs.last_tokens.clone())
+        self.inputs = (decoder._inputs.last.clone(), decoder._inputs.last_tokens.clone())  # as of `Cache`
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.logits = 0, torch.empty(0)  # of the graph
 
@@ -61,10 +61,11 @@ class _FixedStep:
         if self.given_begins != decoder._begins:
             self.given_begins = list(decoder._begins)
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
-        for name in ("last", "last_tokens"):  # samples that joined or left
-            if getattr(decoder._inputs, name) is not getattr(self.inputs, name):
-                getattr(self.inputs, name).copy_(getattr(decoder._inputs, name))
-        decoder._inputs = self.inputs
+        given = decoder._inputs
+        for mine, theirs in zip(self.inputs, (given.last, given.last_tokens), strict=True):
+            if mine is not theirs:  # samples joined or left
+                mine.copy_(theirs)
+        decoder._inputs = Cache([], *self.inputs)
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
             self.graph = torch.cuda.CUDAGraph()
@@ -86,10 +87,10 @@ class _FixedStep:
         if self.rotary is not None:
             first, table = self.rotary
             rotary = table[:, positions - first].unbind()  # (B, 1, 1, D) each
-        after = Cache([], self.inputs.last, self.inputs.last_tokens)
+        after = Cache([], *self.inputs)
         x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
-        self.inputs.last.copy_(after.last)
-        self.inputs.last_tokens.copy_(after.last_tokens)
+        for mine, theirs in zip(self.inputs, (after.last, after.last_tokens), strict=True):
+            mine.copy_(theirs)
         for i, block in enumerate(self.model.blocks):
             x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)
         logits: Tensor = self.model.logits(x)

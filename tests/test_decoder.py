@@ -125,6 +125,22 @@ def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastDecoder]):
     assert decoder.step(torch.tensor([1, 2])).isfinite().all()
 
 
+def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_joins():
+    """A CUDA graph has fixed addresses; on a CPU the same step would work with others too."""
+    decoder = GraphDecoder(make(smear=2, ngram=3), [[1, 2, 3], [4]], 1, 20)
+    recorded: Any = decoder._step
+
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in (*recorded.inputs, *recorded.layers, recorded.tokens, recorded.slot)]
+
+    before = addresses()
+    decoder.drop(0)
+    decoder.add([5, 6])
+    decoder.step(torch.tensor([4, 6]))
+    assert decoder._step is recorded
+    assert addresses() == before
+
+
 @architectures
 def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[str, Any]):
     text, model = tokens(16), make(**settings)
