@@ -95,12 +95,11 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(
 
 
 @architectures
-def test_the_decoder_for_every_model_reads_the_newer_half_of_a_full_window(settings: dict[str, Any]):
+def test_the_decoder_for_every_model_reads_the_last_block_size_tokens_at_every_step(settings: dict[str, Any]):
     model = make(**settings)
-    decoder = Decoder(model, [[1]], 1, 10**6)
-    decoder.drop(0)
-    for text, n, logits in join_and_leave(model, VISITS, decoder):
-        close(model, logits, newer_halves(model, text, n))
+    for text, n, logits in join_and_leave(model, VISITS, Decoder(model)):
+        windows = [text[:end][-model.config.block_size :] for end in range(n, len(text) + 1)]
+        close(model, logits, torch.stack([model(torch.tensor([window]))[0, -1] for window in windows]))
 
 
 @kinds
