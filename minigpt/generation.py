@@ -17,9 +17,9 @@ from torch import Tensor
 
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.decoder import make_decoder
-from minigpt.generation_settings import check_settings
+from minigpt.generation_settings import Sampling, check_settings
 from minigpt.model import GPT, eval_mode
-from minigpt.sampling import PerSampleRNG, Sampling
+from minigpt.sampling import PerSampleRNG, draw
 from minigpt.structure import unwrap
 from minigpt.utils.errors import RunError, UserError
 
@@ -59,45 +59,14 @@ class Sample:
             self.text += step.texts[i]
 
 
-def generate(
-    model: GPT,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: Sequence[str | int] = (),
-    tokenizer: "Tokenizer | None" = None,
-    seed: int = 0,
-    num_samples: int = 1,
-    logprobs: bool = False,
-) -> list[Sample]:
-    """Continue one prompt or a batch of prompts.
-
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
-        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.decoder`).
-        temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
-        stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: for the texts of the samples; required by stop strings.
-        seed: sample i of every prompt has its own random generator, seeded with seed + i.
-        num_samples: per prompt.
-        logprobs: return the log-probability of every token.
+def generate(model: GPT, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int, **settings: Any) -> list[Sample]:
+    """Continue one prompt or a batch of prompts; all arguments are those of `stream`.
 
     Returns:
         `num_samples` samples of the first prompt, then of the second …
-
-    Raises:
-        UserError: a setting or a prompt is invalid.
-        RunError: the logits are NaN or infinite.
     """
-    settings = locals()  # by name, as `stream` takes them
     samples: list[Sample] = []
-    for step in stream(**settings):
+    for step in stream(model, prompts, max_new_tokens=max_new_tokens, **settings):
         samples = samples or [Sample() for _ in step.tokens]
         for i, sample in enumerate(samples):
             sample.append(step, i)
@@ -114,15 +83,27 @@ def stream(
     seed: int = 0,
     num_samples: int = 1,
     logprobs: bool = False,
-    **filters: Any,
+    **sampling: Any,
 ) -> Iterator[Step]:
     """Yield the next token of every sample as soon as it is drawn, until all have stopped.
 
-    Arguments and errors are those of `generate`, with `Sampling` as `filters`; a UserError is raised by the call,
-    before the first step.
+    Args:
+        model: is used in evaluation mode and left in its mode.
+        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
+        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.decoder`).
+        stop: strings and token ids that end a sample. A string may span tokens.
+        tokenizer: for the texts of the samples; required by stop strings.
+        seed: sample i of every prompt has its own random generator, seeded with seed + i.
+        num_samples: per prompt.
+        logprobs: return the log-probability of every token.
+        sampling: temperature, top_k, top_p, min_p, repetition_penalty, as for `Sampling`.
+
+    Raises:
+        UserError: a setting or a prompt is invalid; raised by the call, before the first step.
+        RunError: the logits are NaN or infinite.
     """
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
-    sampling, model = Sampling(**filters), unwrap(model)
+    filters, model = Sampling(**sampling), unwrap(model)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
@@ -135,13 +116,13 @@ def stream(
             decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
             uniforms = PerSampleRNG(seeds, decoder.device)
             seen = None  # (B, V)
-            if sampling.repetition_penalty != 1:
+            if filters.repetition_penalty != 1:
                 seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
                 for row, prompt in zip(seen, decoder.tokens, strict=True):
                     row[prompt] = True
             for i in range(max_new_tokens):
                 logits = decoder.logits.float()  # (B, V)
-                tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
+                tokens = draw(logits, filters, uniforms.next(), seen)  # (B,)
                 ids, last = tokens.tolist(), i + 1 == max_new_tokens
                 # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
                 if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):

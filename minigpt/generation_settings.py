@@ -1,10 +1,41 @@
-"""Checks of the settings of `generate`, without importing torch: command lines refuse bad values at once."""
+"""The settings of `generate`, without importing torch: command lines refuse bad values at once."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minigpt.utils.checks import CLOSED_FRACTION, NON_NEGATIVE, NON_NEGATIVE_INT, POSITIVE_INT, Rule, integer, is_number
 from minigpt.utils.errors import require
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits; a value out of range raises UserError.
+
+    The filters act in the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p,
+    min-p, each on the output of the one before.
+
+    Args:
+        temperature: divides the logits; 0 is greedy decoding, which takes the first of equal maxima.
+        top_k: keep the k most likely tokens, exactly k even if several have equal logits.
+        top_p: keep the smallest set of most likely tokens with this total probability.
+        min_p: keep tokens with at least this fraction of the highest probability.
+        repetition_penalty: divides positive logits of tokens in the text and multiplies negative ones; 1 disables it.
+
+    Source:
+        top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751
+        min_p: Nguyen et al., 2024, https://arxiv.org/abs/2407.01082
+        repetition_penalty: Keskar et al., 2019, https://arxiv.org/abs/1909.05858
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_settings(**vars(self))
 
 
 def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:

@@ -18,9 +18,10 @@ from minigpt.decoder import Decoder, make_decoder
 from minigpt.extras.playground.engine import SampleRequest
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
+from minigpt.generation_settings import Sampling
 from minigpt.model import GPT, MLP
 from minigpt.ops import ACTIVATIONS
-from minigpt.sampling import PerSampleRNG, Sampling
+from minigpt.sampling import PerSampleRNG, draw
 from minigpt.structure import find_change, uncompiled
 from minigpt.utils.errors import UserError
 
@@ -210,5 +211,5 @@ def expected(
         for _ in range(n):
             with uncompiled():
                 logits = model(torch.tensor([text]))[:, -1].float()
-            text.append(int(Sampling(**settings).draw(logits, uniforms.next())))
+            text.append(int(draw(logits, Sampling(**settings), uniforms.next())))
     return [text[-n:] for text in texts]

@@ -11,8 +11,8 @@ from tolerance import assert_near, rounding, terms_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from minigpt.generation import Sample, generate, score, stream
+from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
-from minigpt.sampling import Sampling
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES = {

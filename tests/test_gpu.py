@@ -36,10 +36,10 @@ from minigpt.device import has_bfloat16
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.generation import score
+from minigpt.generation_settings import Sampling
 from minigpt.optim import adamw, muon
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
-from minigpt.sampling import Sampling
 from minigpt.utils.errors import Diverged
 
 pytestmark = pytest.mark.gpu

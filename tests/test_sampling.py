@@ -18,7 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minigpt.sampling import Sampling
+from minigpt.generation_settings import Sampling
+from minigpt.sampling import draw, filter_logits
 
 # Hugging Face's, in the order in which ours are documented to act, and values.
 PROCESSORS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
@@ -41,7 +42,7 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str,
     for name, (processor, _) in PROCESSORS.items():
         if name in chosen:
             expected = processor(chosen[name])(text, expected)
-    ours = Sampling(**chosen).filter(logits, torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True))
+    ours = filter_logits(logits, Sampling(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True))
     assert torch.equal(ours.isneginf(), expected.isneginf())
     assert_close(ours.softmax(-1), expected.softmax(-1))
 
@@ -49,9 +50,9 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str,
 def test_top_k_keeps_exactly_k_tokens_where_they_tie():
     few = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])  # the first k of three that tie, then one more
     for top_k in (1, 3, 10):
-        kept = Sampling(top_k=top_k, top_p=0.99).filter(torch.zeros(3, 11)).isfinite()
+        kept = filter_logits(torch.zeros(3, 11), Sampling(top_k=top_k, top_p=0.99)).isfinite()
         assert kept.sum(-1).tolist() == [top_k] * 3
-        kept = Sampling(top_k=top_k).filter(few).isfinite()
+        kept = filter_logits(few, Sampling(top_k=top_k)).isfinite()
         assert kept.sum() == min(top_k, 5)
         assert not kept[0, 0] or top_k >= 5
 
@@ -66,19 +67,19 @@ def test_top_k_keeps_exactly_k_tokens_where_they_tie():
 )
 def test_extreme_values_keep_the_most_likely_token(values: dict[str, Any]):
     logits, uniform = torch.randn(400, 50), torch.rand(400)
-    assert torch.equal(Sampling(**values).draw(logits, uniform), logits.argmax(-1))
+    assert torch.equal(draw(logits, Sampling(**values), uniform), logits.argmax(-1))
 
 
 def test_temperature_zero_takes_the_first_of_tied_tokens():
     tied = torch.full((1, 50), -1.0)
     tied[0, 7::2] = 3.0
-    assert Sampling(0, top_k=3).draw(tied, torch.zeros(1)).tolist() == [7]
+    assert draw(tied, Sampling(0, top_k=3), torch.zeros(1)).tolist() == [7]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
     logits = torch.tensor([0.125, 0.5, 0.0, 0.25, 0.125]).log()
     uniform = torch.tensor([0.0, 0.12, 0.13, 0.5, 0.62, 0.63, 0.87, 0.88, 0.999])
-    drawn = Sampling().draw(logits.expand(9, -1), uniform)
+    drawn = draw(logits.expand(9, -1), Sampling(), uniform)
     assert drawn.tolist() == [0, 0, 1, 1, 1, 3, 3, 4, 4]
 
 
@@ -89,14 +90,14 @@ def test_a_token_without_probability_is_never_drawn(values: dict[str, Any]):
         logits = spread * torch.randn(1, V)
         logits[torch.rand(1, V) < 0.5] = float("-inf")
         logits[0, int(torch.randint(V, (1,)))] = 0.0
-        possible = sampling.filter(logits).softmax(-1)[0] > 0
+        possible = filter_logits(logits, sampling).softmax(-1)[0] > 0
         for uniform in (0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-53):  # the largest below 1 of 32 and of 64 bits
-            assert possible[sampling.draw(logits, torch.tensor([uniform], dtype=torch.float64))]
+            assert possible[draw(logits, sampling, torch.tensor([uniform], dtype=torch.float64))]
 
 
 def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
     V = 100_003  # equally likely, so token i has [i/V, (i+1)/V): 32 bits round its ends by several hundredths of it
     expected = np.arange(V - 1 - 16 * 5_003, V, 5_003)
     for inside in (0.001, 0.999):
-        drawn = Sampling().draw(torch.zeros(1, V).expand(len(expected), V), torch.from_numpy((expected + inside) / V))
+        drawn = draw(torch.zeros(1, V).expand(len(expected), V), Sampling(), torch.from_numpy((expected + inside) / V))
         assert drawn.tolist() == expected.tolist()

@@ -26,8 +26,9 @@ from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.decoder import make_decoder
 from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
+from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
-from minigpt.sampling import PerSampleRNG, Sampling
+from minigpt.sampling import PerSampleRNG, draw
 from minigpt.utils.errors import RunError, UserError
 
 T = TypeVar("T")
@@ -229,7 +230,7 @@ class Engine:
             uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
             index = rows if len(groups) > 1 else slice(None)  # without a copy
-            tokens[index] = sampling.draw(logits[index], uniforms, torch.stack(seen) if seen else None)
+            tokens[index] = draw(logits[index], sampling, uniforms, torch.stack(seen) if seen else None)
         return tokens
 
     def _send(self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True) -> None:

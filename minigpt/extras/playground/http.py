@@ -14,8 +14,7 @@ from starlette.routing import Route
 
 from minigpt.extras.playground.engine import Engine, QueueFull, TokenStream
 from minigpt.extras.playground.loaded_models import Models
-from minigpt.generation_settings import RULES
-from minigpt.sampling import Sampling
+from minigpt.generation_settings import RULES, Sampling
 from minigpt.utils.checks import Rule, is_number
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError

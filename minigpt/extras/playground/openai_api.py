@@ -25,7 +25,7 @@ from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token, TokenStream
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.generation import check_ids
-from minigpt.sampling import Sampling
+from minigpt.generation_settings import Sampling
 from minigpt.utils.checks import BOOLEAN, NON_NEGATIVE_INT, integer
 from minigpt.utils.errors import UserError
 

@@ -15,8 +15,8 @@ from tolerance import assert_near, terms_of
 from minigpt.extras.playground.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
+from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
-from minigpt.sampling import Sampling
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
