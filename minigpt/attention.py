@@ -72,7 +72,7 @@ def attend_explicit(
     scores = (q * (D**-0.5 if scale is None else scale)) @ k.mT  # (B, H, T, S)
     visible = _visible(T, S, mask, q.device) if causal else mask
     if visible is not None:
-        # Finite, because the gradient of a softmax over minus infinity is NaN.
+        # Finite, because the gradient of a softmax over minus infinity is NaN; and added, whose gradient is no work.
         hidden = scores.new_zeros(visible.shape).masked_fill_(~visible, torch.finfo(scores.dtype).min / 2)
         scores = scores + hidden
     weights = scores.softmax(dim=-1)

@@ -1,7 +1,7 @@
 """An architecture as plain, checked data. Imports nothing heavy.
 
-`GPTConfig` holds every architecture that the model can be: a preset in `configs/model/` is a delta of its
-defaults, and a checkpoint stores it as a dictionary.
+`GPTConfig` holds every architecture that the model can be, and a checkpoint stores it as a dictionary. `gpt2.yaml` in
+`configs/model/` repeats its defaults, because Hydra sets existing keys alone; the other presets are deltas.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,12 @@ from minigpt.utils.errors import UserError, require
 # Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
 UP_PROJECTIONS = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the MLP's input; 2 if gated
 NORM_PARAMS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "rmsnorm_noscale": ()}
-POSITIONS = ("learned", "rope", "none")
-NORM_POSITIONS = ("pre", "post")
-PARAMETRIZATIONS = ("standard", "mup")
 MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a decoder-only transformer. The defaults are GPT-2 small (https://github.com/openai/gpt-2)."""
+    """Describe a decoder-only transformer; by default GPT-2 small with an exact GELU (https://github.com/openai/gpt-2)."""
 
     block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
@@ -142,7 +139,7 @@ class GPTConfig:
     def flops_per_token(self) -> float:
         """Estimate the floating-point operations of a training step per token.
 
-        6 per matrix weight and layer that uses it (2 forward, 4 backward), and 12·H·D·T per layer for attention over
+        6 per weight and layer that uses it (2 forward, 4 backward), and 12·H·D·T per layer for attention over
         T = block_size tokens. Table look-ups (an untied token embedding, n-gram embeddings) count 0.
 
         Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311
@@ -180,20 +177,20 @@ def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int |
 _RULES: dict[str, Rule] = {
     "block_size": integer(1, MAX_BLOCK_SIZE),
     **dict.fromkeys(("vocab_size", "n_layer", "layer_repeats", "n_head", "n_embd"), POSITIVE_INT),
+    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
+    "rope_original_block_size": POSITIVE_INT,
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
     **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN),
     "qkv_bias": or_null(BOOLEAN),
     **dict.fromkeys(("dropout", "ngram_dropout"), FRACTION),
     "norm": one_of(NORM_PARAMS),
-    "norm_position": one_of(NORM_POSITIONS),
-    "position": one_of(POSITIONS),
+    "norm_position": one_of(("pre", "post")),
+    "position": one_of(("learned", "rope", "none")),
     **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE),
     "rope_factor": (lambda v: POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
-    "rope_original_block_size": POSITIVE_INT,
     "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),
     "ngram": (lambda v: integer(0)[0](v) and v != 1, "0, or an integer ≥ 2"),
     "smear": integer(0),
-    "parametrization": one_of(PARAMETRIZATIONS),
-    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
+    "parametrization": one_of(("standard", "mup")),
 }

@@ -1,8 +1,8 @@
 """Decoding of one token per sample and step. Depends on torch alone.
 
 `Decoder` computes the logits of `model(tokens)` by calling it, so it is right for every model, however its user changed
-it. `make_decoder` returns the `FastDecoder` of `minigpt.fast_decoder` for models that it knows. That file and the line
-that chooses it can be deleted.
+it. `make_decoder` returns the `FastDecoder` of `minigpt.fast_decoder`, or on a GPU that of `minigpt.graph_decoder`, for
+models that their user did not change.
 
 Shapes: B samples, T tokens, V vocab.
 """

@@ -1,9 +1,8 @@
 """Fast decoding of one token per sample and step, for models that their user did not change. Depends on torch alone.
 
-`GPT.forward` reads the prompts. `FastDecoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, because
-one token of a small model costs the overhead of its operations, not their arithmetic, on objects without the hooks and
-the slow attributes of `nn.Module`, with weights laid out for products of few rows. Tokens/s against
-`GPT.forward(cache=…)` are in docs/sampling.md.
+`GPT.forward` reads the prompts. `FastDecoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, but on
+plain objects without hooks, and with weights laid out for few rows: one token of a small model costs the overhead of
+its operations, not their arithmetic. Tokens/s against `GPT.forward(cache=…)` are in docs/sampling.md.
 
 A text may be longer than `block_size`: see `FastDecoder.slide_window`. Samples can join and leave the batch between
 steps (`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
-from minigpt.model import GPT
+from minigpt.model import GPT, Cache
 from minigpt.structure import original, uncompiled
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
@@ -64,7 +63,7 @@ class FastDecoder:
         heads, rows = config.n_kv_head or config.n_head, len(prompts) * num_samples
         # Keys and values of each layer in turn, (2L, rows, K, slots, D); the first rows are in use.
         self._cache = weight.new_zeros(2 * config.n_layer, rows, heads, slots, config.head_width)
-        self._inputs = model.new_cache(0)  # for the previous inputs of smear and n-grams alone
+        self._inputs = model.new_cache(0, 0)  # for the previous inputs of smear and n-grams alone
         for prompt in prompts:
             self.add(prompt, num_samples)
         if prompts:
@@ -81,8 +80,8 @@ class FastDecoder:
         if rows.stop > self._cache.size(1) or len(window) > self._end:
             self._resize(rows.stop, len(window))
         self.tokens += [list(context) for _ in rows]
-        self._begins += [self._end for _ in rows]
-        self._inputs.last = F.pad(self._inputs.last, (0, 0, 0, 0, 0, num_samples))
+        self._begins += [self._end for _ in rows]  # set by `_read`
+        self._inputs.last_embeddings = F.pad(self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples))
         self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
         self._read([window], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
@@ -95,10 +94,8 @@ class FastDecoder:
         if row < last:
             self.tokens[row], self._begins[row] = tokens, begin
             self._cache[:, row, :, : self._end] = self._cache[:, last, :, : self._end]
-        for name in ("last", "last_tokens"):
-            values = getattr(self._inputs, name)
-            values[row] = values[last]
-            setattr(self._inputs, name, values[:last])
+        rows, inputs = [last if i == row else i for i in range(last)], self._inputs
+        self._inputs = Cache([], inputs.last_embeddings[rows], inputs.last_tokens[rows])
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token (B,) to each sample and return the logits (B, V) after it."""
@@ -181,13 +178,14 @@ class FastDecoder:
             self._begins[row] = begin
         # Not in inference mode, so that the model can be trained afterwards.
         with torch.inference_mode(False), torch.no_grad(), uncompiled():
-            read = self.model.new_cache(len(contexts))
+            read = self.model.new_cache(len(contexts), length)
             if length:
                 self.model(torch.tensor(contexts, device=self.device), cache=read)
         for i, layer in enumerate(read.layers):
             for kind, values in enumerate((layer.k, layer.v)):
-                self._cache[2 * i + kind, rows, :, begin : self._end] = values[:, :, :length]
-        self._inputs.last[rows], self._inputs.last_tokens[rows] = read.last, read.last_tokens
+                self._cache[2 * i + kind, rows, :, begin : self._end] = values
+        self._inputs.last_embeddings[rows] = read.last_embeddings
+        self._inputs.last_tokens[rows] = read.last_tokens
 
     def _rotary_at(self, positions: int | Tensor, least: int, most: int) -> tuple[Tensor, ...]:
         """Return cosines and sines, (1, D) or (B, 1, 1, D), of positions from `least` to `most`."""
@@ -279,14 +277,15 @@ class _LargeLinear:
     """Products limited by the memory bandwidth: on AMD, MKL's `mm` uses one thread and a third of it for few rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.packed = weight, bias, None if weight.numel() < _MAX_COPIED_NUMEL else weight
+        self.weight, self.bias = weight, bias
+        self.packed = None if weight.numel() < _MAX_COPIED_NUMEL else weight  # a larger one is used as it is
         self.slices = weight.reshape(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) < 4 and _IS_AMD:
             y = torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
             return y if self.bias is None else y.add_(self.bias)
-        if len(x) < 4:
+        if len(x) < 4 or x.dtype != self.weight.dtype:  # under autocast
             return F.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)

@@ -20,7 +20,7 @@ from minigpt.decoder import make_decoder
 from minigpt.generation_settings import Sampling, check_settings
 from minigpt.model import GPT, eval_mode
 from minigpt.sampling import PerSampleRNG, draw
-from minigpt.structure import unwrap
+from minigpt.structure import uncompiled, unwrap
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def stream(
                 tokens = draw(logits, filters, uniforms.next(), seen)  # (B,)
                 ids, last = tokens.tolist(), i + 1 == max_new_tokens
                 # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
-                if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
+                if max(ids) >= logits.size(-1) or (i == 0 and not logits.amax(dim=-1).isfinite().all()):
                     raise RunError(NON_FINITE)
                 of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
                 texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]
@@ -166,7 +166,7 @@ def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
 
 
 def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iterator[Score]:
-    """Rate the ids after the first `done`, one window of at most `block_size` per step, without their validation.
+    """Rate the ids after the first `done`, one window of at most `block_size` per step. The ids are not checked.
 
     The window slides: each token has at least half a block, or all text before it, as context.
     """
@@ -174,7 +174,8 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
         window = torch.tensor(ids[begin : begin + block_size + 1], device=next(model.parameters()).device)  # (n,)
-        logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
+        with uncompiled():
+            logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
         done = begin + len(window)
 

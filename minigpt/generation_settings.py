@@ -47,7 +47,7 @@ def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:
 
 def _is_stop_list(value: Any) -> bool:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and all(isinstance(item, str | int) and item != "" for item in value)
+    return listed and all(item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item) for item in value)
 
 
 _OPTIONAL = ("top_k", "top_p", "min_p")

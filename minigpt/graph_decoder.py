@@ -30,7 +30,8 @@ class GraphDecoder(FastDecoder):
             rotary = self._rotary_from(slot - max(self._begins), slot - min(self._begins))
         slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
         step = self._step
-        if step is None or step.slots != slots or step.rotary is not rotary or not step.fits(self):
+        in_place = step is not None and step.cache is self._cache and len(step.tokens) == len(tokens)
+        if step is None or not in_place or step.slots != slots or step.rotary is not rotary:
             step = self._step = _FixedStep(self, slots, rotary)
         return step(self, tokens, slot)
 
@@ -46,13 +47,9 @@ class _FixedStep:
         self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(slots, device=decoder.device)
-        self.inputs = (decoder._inputs.last.clone(), decoder._inputs.last_tokens.clone())  # as of `Cache`
+        self.inputs = (decoder._inputs.last_embeddings.clone(), decoder._inputs.last_tokens.clone())  # as of `Cache`
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.logits = 0, torch.empty(0)  # of the graph
-
-    def fits(self, decoder: Any) -> bool:
-        """Whether the samples have the rows and the memory of this step."""
-        return self.cache is decoder._cache and len(self.tokens) == len(decoder.tokens)
 
     def __call__(self, decoder: Any, tokens: Tensor, slot: int) -> Tensor:
         """Return the logits (B, V) after tokens (B,)."""
@@ -62,7 +59,7 @@ class _FixedStep:
             self.given_begins = list(decoder._begins)
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
         given = decoder._inputs
-        for mine, theirs in zip(self.inputs, (given.last, given.last_tokens), strict=True):
+        for mine, theirs in zip(self.inputs, (given.last_embeddings, given.last_tokens), strict=True):
             if mine is not theirs:  # samples joined or left
                 mine.copy_(theirs)
         decoder._inputs = Cache([], *self.inputs)
@@ -89,7 +86,7 @@ class _FixedStep:
             rotary = table[:, positions - first].unbind()  # (B, 1, 1, D) each
         after = Cache([], *self.inputs)
         x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
-        for mine, theirs in zip(self.inputs, (after.last, after.last_tokens), strict=True):
+        for mine, theirs in zip(self.inputs, (after.last_embeddings, after.last_tokens), strict=True):
             mine.copy_(theirs)
         for i, block in enumerate(self.model.blocks):
             x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)

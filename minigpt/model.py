@@ -1,7 +1,7 @@
 """The GPT: token and position embeddings, blocks, a head. Depends on torch alone.
 
-Every value of `GPTConfig` is used here or in `attention.py`. The defaults are GPT-2, equal to Hugging Face's
-in every weight; rope, rmsnorm, swiglu, no biases and untied embeddings make a Llama.
+Every value of `GPTConfig` is used here or in `attention.py`. With activation=gelu_tanh, the defaults are GPT-2,
+equal to Hugging Face's in every weight; rope, rmsnorm, swiglu, no biases and untied embeddings make a Llama.
 
 Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
@@ -90,12 +90,15 @@ class GPT(nn.Module):
         try:
             x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
         except IndexError as error:
+            if tokens.min() >= 0 and tokens.max() < self.config.vocab_size:  # it is of a hook
+                raise
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
         if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
             x = x.bfloat16()  # the sums between blocks: half the memory traffic, the same range
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, 1, D)
         for i, block in enumerate(self.blocks):
-            if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
+            recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
+            if recomputed and self.training and cache is None:
                 x = checkpoint(block, x, rotary, use_reentrant=False)
             else:
                 x = block(x, rotary, cache.layers[i] if cache else None)
@@ -130,11 +133,11 @@ class GPT(nn.Module):
                 cache.last_tokens = padded[:, T:]
         if k := self.config.smear:
             # FSDP2 can gather the embedding in bfloat16.
-            last = cache.last.to(x.dtype) if cache else x.new_zeros(B, k, x.size(2))
+            last = cache.last_embeddings.to(x.dtype) if cache else x.new_zeros(B, k, x.size(2))
             padded = torch.cat((last, x), dim=1)  # (B, k + T, C)
             x = smear(x, padded, self.smear)
             if cache:
-                cache.last = padded[:, T:]
+                cache.last_embeddings = padded[:, T:]
         if self.config.position == "learned":
             x = x + self.wpe.weight[positions]
         if self.config.embed_norm:
@@ -149,10 +152,11 @@ class GPT(nn.Module):
         logits, cap = self.lm_head(x), self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)  # Gemma 2, https://arxiv.org/abs/2408.00118
 
-    def new_cache(self, batch: int) -> "Cache":
-        """Return an empty cache of `block_size` positions for `batch` sequences."""
+    def new_cache(self, batch: int, length: int | None = None) -> "Cache":
+        """Return an empty cache of `length` positions, by default `block_size`, for `batch` sequences."""
         config, weight = self.config, self.wte.weight
-        shape = (batch, config.n_kv_head or config.n_head, config.block_size, config.head_width)
+        length = config.block_size if length is None else length
+        shape = (batch, config.n_kv_head or config.n_head, length, config.head_width)
         options: Any = {"device": weight.device, "dtype": weight.dtype}
         return Cache(
             [KVCache(shape, **options) for _ in range(config.n_layer)],
@@ -259,7 +263,7 @@ class Cache:
     """The state of a batch of sequences: keys and values per layer, the last embeddings and the last tokens."""
 
     layers: list[KVCache]
-    last: Tensor  # embeddings (B, smear, C)
+    last_embeddings: Tensor  # (B, smear, C)
     last_tokens: Tensor  # (B, ngram - 1)
 
 

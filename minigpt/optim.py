@@ -34,8 +34,8 @@ def adamw(model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: fl
     if hidden:
         ratio, matrices = model.config.width_ratio, [p for p in parameters if p in hidden]
         groups.append({"params": matrices, "lr": lr / ratio, "weight_decay": weight_decay * ratio})
-    fused = parameters[0].device.type in FUSED_DEVICES
-    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=fused)
+    fused = next(model.parameters()).device.type in FUSED_DEVICES
+    return torch.optim.AdamW(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), fused=fused)
 
 
 def muon(
@@ -66,8 +66,8 @@ def muon(
     tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
     options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
     # torch moves the state "step" to the device of its parameter only in groups with fused=True, when it loads a state.
-    fused = rest[0].device.type in FUSED_DEVICES
-    adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1]), "fused": fused}
+    fused = next(model.parameters()).device.type in FUSED_DEVICES
+    adam = {"kind": "adamw", "lr": adam_lr, "betas": (float(betas[0]), float(betas[1])), "fused": fused}
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
         {**adam, "params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay},

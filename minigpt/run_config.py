@@ -162,14 +162,11 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     checks.OPEN_FRACTION: ("data.val_fraction",),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
-    checks.BOOLEAN: ("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
+    checks.BOOLEAN: ("compile", "trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),
-    or_null((_are_local, "a local path or a list of them")): (
-        "data.train_bin",
-        "data.val_bin",
-    ),
+    or_null((_are_local, "a local path or a list of them")): ("data.train_bin", "data.val_bin"),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
     or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),

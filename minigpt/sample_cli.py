@@ -60,9 +60,10 @@ def print_samples(
         for begin, sample in zip(begins, samples, strict=True):
             _write(f"{begin}{_underline(sample.text, compare(sample.text)[0], escape)}\n")
         print(compare("".join(sample.text for sample in samples))[1], file=sys.stderr)
-    for sample in samples if as_json else ():
-        values = {"prompt": text, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
-        print(json.dumps(values), flush=True)
+    if as_json:
+        for sample in samples:
+            values = {"prompt": text, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
+            print(json.dumps(values), flush=True)
 
 
 def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *, as_json: bool) -> None:

@@ -55,7 +55,7 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | Non
 
 
 class PerSampleRNG:
-    """Uniform float64 numbers in [0, 1) from one generator per seed; on the CPU for MPS, which has no float64."""
+    """Uniform multiples of 2⁻²⁴ in [0, 1), as float64, from one generator per seed; MPS has no float64: on the CPU."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]

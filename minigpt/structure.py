@@ -71,26 +71,27 @@ class _SkipNormal(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-def find_change(model: Any, *, hooks: bool = True) -> str | None:
+def find_change(model: Any, *, for_saving: bool = False) -> str | None:
     """Return the first thing that makes a model another than `GPT(model.config)` in evaluation mode, or None.
 
     It consists of exactly the same classes, with the methods that they had at import, and has the same attributes and
-    shapes, no attribute that hides one of its class, and, with `hooks`, no hooks but those of FSDP2. Wrappers of
-    `torch.compile` count as what they wrap. Values and sharing of weights, and further attributes, may be any.
+    shapes, no attribute that hides one of its class, and no hooks but those of FSDP2. Wrappers of `torch.compile` count
+    as what they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`, hooks and the
+    rounding of the rotary table do not count.
     """
-    if hooks and (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks):
+    if not for_saving and (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks):
         return "all modules have a global forward hook"
-    return next(_changes(model, _reference(model.config), "model", {}, hooks), None)
+    return next(_changes(model, _reference(model.config), "model", {}, for_saving), None)
 
 
 _reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than the comparison
 
 
-def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks: bool) -> Iterator[str]:
+def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_saving: bool) -> Iterator[str]:
     """Yield the differences of a module from its reference; `seen` maps references to modules."""
     wrapped, module = module, original(module)
     kind, expected = type(module), type(reference)
-    if hooks and any(map(_has_hook, {wrapped, module})):
+    if not for_saving and any(map(_has_hook, {wrapped, module})):
         yield f"{name} has a forward hook"
     known_kind = kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
     if known_kind is not expected or expected not in _KINDS:
@@ -117,10 +118,10 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks
             return
     for kept in ("_parameters", "_buffers"):
         for key, tensor in known[kept].items():
-            if not _is_like(own[kept][key], tensor, 0.0 if hooks else 0.004):  # of a table that was in half precision
+            if not _is_like(own[kept][key], tensor, 0.004 if for_saving else 0.0):  # it was in half precision
                 yield f"{name}.{key} is changed in kind, shape or value"
     for key, child in known["_modules"].items():
-        yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, hooks)
+        yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, for_saving)
 
 
 def _has_hook(module: nn.Module) -> bool:

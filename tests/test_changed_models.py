@@ -134,6 +134,17 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
         assert (found == unchanged) == (how in WITHOUT_EFFECT)
 
 
+@COMPILED
+def test_texts_of_many_lengths_are_generated_and_scored_without_compilation():
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = torch.compile(rope(), backend=backend)
+    for length in (3, 7, 20):
+        generate(model, [1] * length, max_new_tokens=3)
+        score(model, [1] * length, [2])
+
+
 def test_the_server_generates_from_a_changed_model():
     model = CHANGES["LoRA"](rope())
     requests = [SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate([*PROMPTS, PROMPTS[0]])]

@@ -33,7 +33,7 @@ RUN = """
     optimizer.ngram_weight_decay=-1 optimizer.betas=[0.9] optimizer.betas=null optimizer.betas=[2.0,0.99]
     data.val_fraction=0 data.val_fraction=1 ema_decay=1 schedule.final_lr_frac=-1 trainer.strategy.compress=1
     data.train_bin=[] data.val_bin=s3://a/b.bin data.source=ftp data.split=half data.separator=1 data.separator=''
-    tokenizer.vocab_size=256 init_from=1 init_from='' resume=1
+    tokenizer.vocab_size=256 init_from=1 init_from='' resume=1 compile=maybe
 """
 CASES = [*(f"model.{case.replace(',', ' model.')}" for case in MODEL.split()), *RUN.split()]
 

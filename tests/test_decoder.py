@@ -12,7 +12,7 @@ from test_generation import ARCHITECTURES, architectures, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.attention import rotary_table
+from minigpt.attention import KVCache, rotary_table
 from minigpt.decoder import Decoder
 from minigpt.fast_decoder import FastDecoder
 from minigpt.graph_decoder import GraphDecoder
@@ -56,6 +56,18 @@ def test_several_samples_share_one_prefill_of_their_prompt():
     model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
     FastDecoder(model, [tokens(5), tokens(2)], 3, 20)
     assert sum(read) <= 5 + 2
+
+
+def test_a_prompt_takes_the_memory_of_its_length(monkeypatch: pytest.MonkeyPatch):
+    lengths, init = list[int](), KVCache.__init__
+
+    def measure(cache: KVCache, shape: tuple[int, int, int, int], **options: Any) -> None:
+        lengths.append(shape[2])
+        init(cache, shape, **options)
+
+    monkeypatch.setattr(KVCache, "__init__", measure)
+    FastDecoder(make(position="rope", block_size=4096), [tokens(5)], 2, 3)
+    assert max(lengths) == 4
 
 
 @kinds
@@ -161,6 +173,9 @@ def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool
         logits = decode(model, text.tolist(), [3] * B)
         assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
         assert bool(sliced) == (is_amd and B < 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            reduced = decode(model, text.tolist(), [3] * B)
+        assert (reduced - logits).abs().max() < 0.1 * logits.abs().max()
         sliced.clear()
 
 

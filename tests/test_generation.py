@@ -166,7 +166,7 @@ def test_a_model_stays_in_its_mode_and_can_be_trained(training: bool):
         *(("max_new_tokens", 0), ("num_samples", 2.5), ("seed", -1), ("temperature", -0.1), ("top_k", 0), ("top_p", 0)),
         *(("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", 1e300)),
         *((name, value) for name in vars(Sampling()) for value in (float("nan"), "0.5")),
-        *(("stop", stop) for stop in ("abc", ["a", ""], [1.5], 5)),
+        *(("stop", stop) for stop in ("abc", ["a", ""], [1.5], [True], [-5], 5)),
     ],
     ids=str,
 )
@@ -219,6 +219,15 @@ def test_every_token_of_a_long_text_is_scored_with_at_least_half_a_block_of_cont
             rows = [model(torch.tensor([ids[i - n : i]]))[0, -1].log_softmax(-1) for n in contexts]
             near = [row for row in rows if (row[ids[i]] - logprob).abs() < rounding(row, terms=terms)]
             assert rank in [(row > row[ids[i]]).sum() for row in near], f"token {i} was not scored after {contexts}"
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3}, {"repetition_penalty": 2.0}], ids=str)
+def test_a_model_may_exclude_tokens(options: dict[str, Any]):
+    model = make()
+    first = generate(model, [3], max_new_tokens=1, temperature=0)[0].tokens[0]
+    banned = torch.zeros(23).index_fill(0, torch.tensor([first]), float("-inf"))
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits + banned)
+    assert first not in generate(model, [3], max_new_tokens=20, **options)[0].tokens
 
 
 def test_nan_logits_raise_an_error():

@@ -50,6 +50,17 @@ def test_muon_equals_torchs_on_each_matrix_and_adamw_on_the_rest(monkeypatch: py
         assert_close(weight, theirs, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_model_whose_other_weights_are_frozen_is_trained():
+    model = make_model()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("mlp" in name and weight.dim() == 2)
+    optimizer, before = muon(model, **ADAM, **OPTIONS), copy.deepcopy(model.state_dict())
+    model(*torch.randint(23, (2, 3, 8))).backward()
+    optimizer.step()
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name, weight in model.named_parameters() if weight.requires_grad}
+
+
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (24, 80)])
 def test_orthogonalization_keeps_singular_vectors_and_equalizes_singular_values(shape: tuple[int, int]):
     u, s, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)

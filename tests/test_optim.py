@@ -22,7 +22,7 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weig
         groups[0.0 if re.search(r"norm|bias|smear", name) else 0.3].append(weight)
     decayed = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]
     reference = torch.optim.AdamW(decayed, lr=0.01, betas=(0.8, 0.95), foreach=False, fused=False)
-    optimizer = adamw(ours, lr=0.01, betas=(0.8, 0.95), weight_decay=0.3)
+    optimizer = adamw(ours, lr=0.01, betas=[0.8, 0.95], weight_decay=0.3)
     tokens, targets = torch.randint(23, (2, 3, 8))
     for _ in range(5):
         for network, step in ((ours, optimizer), (theirs, reference)):

@@ -69,7 +69,7 @@ def saved_config(model: GPT) -> GPTConfig:
 
     A head that its user tied or untied changes `tie_embeddings`. Raises UserError for any other change.
     """
-    if change := find_change(model, hooks=False):
+    if change := find_change(model, for_saving=True):
         advice = "merge the change into the weights, or load its weights into GPT(model.config) and save that"
         raise UserError(f"weights and a config cannot describe this model: {change}; {advice}")
     return replace(model.config, tie_embeddings=model.lm_head.weight is model.wte.weight)

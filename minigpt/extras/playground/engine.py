@@ -211,7 +211,7 @@ class Engine:
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        scored = Score(logits.sum(dim=-1), torch.zeros_like(tokens), [[]] * len(tokens))  # finite if all logits are
+        scored = Score(logits.amax(dim=-1), torch.zeros_like(tokens), [[]] * len(tokens))  # finite if all logits are
         if n_tops:
             scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))  # of NaN: V is drawn
         columns = (tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top)
