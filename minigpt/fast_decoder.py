@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
 from minigpt.model import GPT, Cache
-from minigpt.structure import original, uncompiled
+from minigpt.structure import original, plain_kind, uncompiled
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -251,7 +251,7 @@ def _plain_class(kind: Any) -> Any:
 
     It does not inherit: the `__getattr__` of `nn.Module` makes Python look up every attribute more slowly.
     """
-    defined = next(vars(base) for base in kind.__mro__ if "forward" in vars(base))  # FSDP derives classes
+    defined = vars(plain_kind(kind))
     methods = {name: value for name, value in defined.items() if name != "__init__"}
     return type(kind.__name__, (), methods | {"__call__": defined["forward"]})
 

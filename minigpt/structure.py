@@ -43,6 +43,11 @@ def original(module: Any) -> Any:
     return module._modules.get("_orig_mod", module) if compiled else module
 
 
+def plain_kind(kind: Any) -> Any:
+    """Return the class of a module from which FSDP2 derived its own, or the class itself."""
+    return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run models without what is prepared for every length of a text: compiled code, and the attention of cuDNN.
@@ -93,8 +98,7 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_s
     kind, expected = type(module), type(reference)
     if not for_saving and any(map(_has_hook, {wrapped, module})):
         yield f"{name} has a forward hook"
-    known_kind = kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
-    if known_kind is not expected or expected not in _KINDS:
+    if plain_kind(kind) is not expected or expected not in _KINDS:
         yield f"{name} is of class {kind.__module__}.{kind.__name__}, not {expected.__name__}"
         return
     if changed := [f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code]:
