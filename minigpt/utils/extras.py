@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 _MODULES = {
-    "HuggingFaceTokenizer": "huggingface.huggingface_tokenizer",
+    "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "find_huggingface": "huggingface.pretrained",
     "final_originality": "interpret.final_originality",
     "plan_run": "planner.plan",

@@ -30,8 +30,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.extras.huggingface.huggingface_tokenizer import HuggingFaceTokenizer
-from minigpt.extras.huggingface.tokenizer_json import tokenizer_files
+from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, tokenizer_files
 from minigpt.model import GPT
 from minigpt.sweeps import results as sweep
 from minigpt.utils.cli import explain

@@ -23,8 +23,8 @@ from minigpt.checkpoints.load import save_checkpoint
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.extras.huggingface.conversion import FAMILIES
 from minigpt.extras.huggingface.export_huggingface import export_folder, export_model, modeling_code
-from minigpt.extras.huggingface.huggingface_tokenizer import HuggingFaceTokenizer
 from minigpt.extras.huggingface.pretrained import load_folder
+from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 

@@ -23,8 +23,7 @@ from minigpt.data.tokenizer import (
     encode_prompt,
     from_dict,
 )
-from minigpt.extras.huggingface.huggingface_tokenizer import HuggingFaceTokenizer
-from minigpt.extras.huggingface.tokenizer_json import load_tokenizer, tokenizer_files
+from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, load_tokenizer, tokenizer_files
 from minigpt.utils.errors import UserError
 
 TEXT_ALONE = {"add_special_tokens": False, "truncation": False, "padding": False}
