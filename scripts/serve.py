@@ -47,8 +47,7 @@ def main() -> None:
     except ImportError as error:
         raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
     from minigpt.device import find_device
-    from minigpt.extras.playground.guard import is_loopback
-    from minigpt.extras.playground.server import create_app, new_server, open_socket
+    from minigpt.extras.playground.server import create_app, is_loopback, new_server, open_socket
 
     device = find_device(args.device)
     if key is None and not is_loopback(args.host):

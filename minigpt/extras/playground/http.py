@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from minigpt.extras.playground.engine import Engine, QueueFull, TokenStream
-from minigpt.extras.playground.loaded_models import Models
+from minigpt.extras.playground.loaded_models import LoadError, Models, UnknownModel
 from minigpt.generation_settings import RULES, Sampling
 from minigpt.utils.checks import Rule, is_number
 from minigpt.utils.cli import error_text
@@ -51,6 +51,10 @@ class ApiError(Exception):
         if isinstance(error, QueueFull):
             message = f"too many requests wait: {error}"
             return cls(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        if isinstance(error, UnknownModel):
+            return cls(404, str(error), param="model", code="model_not_found")
+        if isinstance(error, LoadError):
+            return cls(500, str(error))
         if isinstance(error, UserError) and not isinstance(error, RunError):
             return cls(400, str(error))
         if not isinstance(error, ClientDisconnect):
@@ -80,7 +84,7 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 
     async def work(body: dict[str, Any]) -> Response:
         values = check(body, settings)
-        return await answer(await find_engine(models, values["model"]), values)
+        return await answer(await models.engine(values["model"]), values)
 
     async def endpoint(request: Request) -> Response:
         working = asyncio.create_task(work(await _read_json(request)))
@@ -117,7 +121,7 @@ def stream(
         yield ready
 
     close = BackgroundTask(tokens.aclose)  # runs also if the client disconnects
-    return StreamingResponse(batches(), media_type=media_type, headers={"Cache-Control": "no-store"}, background=close)
+    return StreamingResponse(batches(), media_type=media_type, background=close)
 
 
 def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -133,23 +137,6 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
             raise ApiError(400, f"{name} must be {expected}, got {given}", param=name)
         values[name] = default if given is None else given
     return values
-
-
-def check_model(models: Models, name: str) -> str:
-    """Return the name of a model without the step of a snapshot; raise ApiError if there is none."""
-    if (found := models.split(name)) is None:
-        message = models.missing_snapshot(name) or f"the model {name!r} does not exist; GET /v1/models lists all"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return found[0]
-
-
-async def find_engine(models: Models, name: str) -> Engine:
-    """Return the engine of a model; raise ApiError if there is none, or it cannot be loaded."""
-    check_model(models, name)
-    try:
-        return await models.engine(name)
-    except UserError as error:
-        raise ApiError(500, f"{name} cannot be loaded: {error}") from error
 
 
 def is_ids(value: Any) -> bool:

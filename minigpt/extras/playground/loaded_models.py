@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from minigpt.extras.playground.engine import Engine
 
 
+class UnknownModel(UserError):
+    """There is no model or snapshot of this name."""
+
+
+class LoadError(UserError):
+    """A model cannot be loaded."""
+
+
 def find_models(sources: Sequence[str]) -> dict[str, str]:
     """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
 
@@ -59,25 +67,21 @@ class Models:
         paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
         return [name for name, path in paths.items() if name in self._loads or path.exists() or not path.is_absolute()]
 
-    def split(self, name: str) -> tuple[str, int | None] | None:
-        """Return the name of a model and the step of its snapshot, which is None without one; None: no such model."""
+    def find(self, name: str) -> tuple[str, int | None]:
+        """Return the name of a model and the step of its snapshot, which is None without one; or raise UnknownModel."""
         names, (base, _, step) = self.names(), name.rpartition("@")
         if name in names:
             return name, None
-        found = base in names and step.isdecimal() and int(step) in find_snapshots(self.sources[base])
-        return (base, int(step)) if found else None
-
-    def missing_snapshot(self, name: str) -> str:
-        """Return which snapshots there are, if a name is that of a run and of a step without one."""
-        base, _, step = name.rpartition("@")
-        if base not in self.names() or not step.isdecimal():
-            return ""
-        steps = ", ".join(map(str, find_snapshots(self.sources[base]))) or "none"
-        return f"{base} has no snapshot of step {step}; it has those of {steps}"
+        if base not in names or not step.isdecimal():
+            raise UnknownModel(f"the model {name!r} does not exist; GET /v1/models lists all")
+        if int(step) not in (found := find_snapshots(self.sources[base])):
+            steps = ", ".join(map(str, found)) or "none"
+            raise UnknownModel(f"{base} has no snapshot of step {step}; it has those of {steps}")
+        return base, int(step)
 
     async def engine(self, name: str) -> "Engine":
-        """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
-        base, step = self.split(name) or (name, None)
+        """Return the engine of a model, loaded on the first call; raise UnknownModel or LoadError."""
+        base, step = self.find(name)
         loaded, load = self._loads.get(name, (0, None))
         written = self._written(base, step) or loaded
         if load is None or (written > loaded and load.done() and not load.result().busy):  # the run has a better one
@@ -109,8 +113,10 @@ class Models:
             found = await asyncio.to_thread(find_pretrained, self.sources[base], step=step)
             model = await asyncio.to_thread(lambda: found.load().to(find_device(self.device)))
             return Engine(model, found.tokenizer)
-        except BaseException:
+        except BaseException as error:
             del self._loads[name]  # the next request tries again
+            if isinstance(error, UserError):
+                raise LoadError(f"{name} cannot be loaded: {error}") from error
             raise
 
     def _forget_snapshots(self, *, but: str) -> None:

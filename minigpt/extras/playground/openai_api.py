@@ -48,7 +48,7 @@ def api_routes(models: Models) -> list[Route]:
         return http.json_response({"object": "list", "data": [describe(name) for name in models.names()]})
 
     async def retrieve_model(request: Request) -> Response:
-        http.check_model(models, name := request.path_params["name"])
+        models.find(name := request.path_params["name"])
         return http.json_response(describe(name))
 
     def describe(name: str) -> dict[str, Any]:

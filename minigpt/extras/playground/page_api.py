@@ -1,14 +1,13 @@
-"""The page, and the API that it uses: texts with the probability of every token, samples, attention, history."""
+"""The API that the page uses: texts with the probability of every token, samples, attention, history."""
 
 import asyncio
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.checkpoints.find import find_checkpoint, find_snapshots, run_folder
@@ -19,8 +18,8 @@ from minigpt.extras.interpret.learning import learning_curves
 from minigpt.extras.interpret.originality import compare
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
+from minigpt.extras.playground.export_html import MAX_MAP_TOKENS, describe
 from minigpt.extras.playground.loaded_models import Models
-from minigpt.extras.playground.render import MAX_MAP_TOKENS, describe
 from minigpt.generation import check_ids
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
@@ -32,18 +31,17 @@ from minigpt.utils.errors import require
 MAX_SCORED = 32768  # tokens of a text
 MAX_COMPARED = 20_000  # characters
 N_TOP = 10  # alternatives of a token
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 def page_routes(models: Models) -> list[Route]:
-    """Return the routes of the page and its API."""
+    """Return the routes of the API."""
 
     async def names(request: Request) -> Response:
         return http.json_response({"models": models.names()})
 
     async def description(request: Request) -> Response:
         name = request.path_params["name"]
-        engine = await http.find_engine(models, name)
+        engine = await models.engine(name)
         return http.json_response(describe(name, engine.model.config, engine.tokenizer.name))
 
     async def history(request: Request) -> Response:
@@ -53,21 +51,14 @@ def page_routes(models: Models) -> list[Route]:
         return http.json_response(await asyncio.to_thread(learning_curves, folder_of(request)))
 
     async def originality(engine: Engine, values: dict[str, Any]) -> Response:
-        path = find_checkpoint(models.sources[http.check_model(models, values["model"])])
+        path = find_checkpoint(models.sources[models.find(values["model"])[0]])
         return http.json_response(await asyncio.to_thread(compare, path, values["text"]))
 
     def folder_of(request: Request) -> Path:
-        path = Path(models.sources[http.check_model(models, request.path_params["name"])])
+        path = Path(models.sources[models.find(request.path_params["name"])[0]])
         return run_folder(path) if path.is_file() else path
 
-    async def file(request: Request) -> Response:
-        path = folder / (request.scope["path"].lstrip("/") or "index.html")
-        return FileResponse(path, headers={"Cache-Control": "no-cache"}, media_type=_TYPES[path.suffix])
-
-    folder = Path(str(files("minigpt.extras.playground").joinpath("page")))
-    paths = ["/", *(f"/{path.name}" for path in folder.iterdir() if path.suffix in _TYPES)]
     return [
-        *(Route(path, file) for path in paths),
         Route("/api/models", names),
         Route("/api/models/{name:path}", description),
         Route("/api/history/{name:path}", history),

@@ -1,5 +1,7 @@
-"""Exported pages in headless Chromium: logits, text and tokens equal those of minigpt."""
+"""Exported pages: logits, text and tokens in headless Chromium equal those of minigpt; a policy allows nothing else."""
 
+import base64
+import hashlib
 import json
 import random
 import re
@@ -16,7 +18,7 @@ from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.config import UP_PROJECTIONS
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from minigpt.extras.huggingface.export_huggingface import export_model
-from minigpt.extras.playground.export_html import export_html
+from minigpt.extras.playground.export_html import export_html, render
 from minigpt.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
 
@@ -117,3 +119,27 @@ def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder):
         with pytest.raises(UserError, match=re.escape(message)):
             export_html(refused, tmp_path / "page.html")
     assert not any(tmp_path.iterdir())
+
+
+def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else() -> None:
+    page = render({})
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
+    (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
+    (script,) = re.findall('<script type="module">(.*?)</script>', page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"style-src 'sha256-{digests[0]}'",
+        f"script-src 'sha256-{digests[1]}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
+    assert "src=" not in page
+    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+
+
+def test_numbers_that_json_lacks_are_an_error_before_the_page_is_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render({"loss": float("nan")})
