@@ -6,7 +6,7 @@ from typing import Any
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "find_huggingface": "huggingface.pretrained",
-    "final_originality": "interpret.final_originality",
+    "final_originality": "interpret.originality",
     "plan_run": "planner.plan",
     "with_possible_sizes": "planner.planned_sizes",
 }

@@ -3,6 +3,7 @@
 Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,8 +18,11 @@ from pydivsufsort import divsufsort
 
 from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.data.token_files import META, Corpus
-from minigpt.utils.errors import UserError
+from minigpt.model import GPT
+from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
 
 NGRAMS = (5, 10, 20, 40)  # characters
@@ -28,6 +32,8 @@ CONTEXT = 80  # bytes of the training text on both sides of a span
 INDEX = "train.suffixes"  # the text, and then its suffix array, 4 bytes per byte
 MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
 VALIDATION_CHARACTERS = 20_000
+DRAWN_TOKENS = 400  # of each sample at the end of a training
+MAX_INDEXED_AFTER_TRAINING = 20e6  # bytes: an index of more takes longer than the rest
 _DECODED = 1 << 20  # tokens at a time
 
 
@@ -73,8 +79,8 @@ def originality(index: Index, text: str) -> dict[str, Any]:
     """Compare a text with the training text.
 
     Returns:
-        `new`, the share of n-grams of characters that the training text lacks, by n; `longest`, the longest match in
-        characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and the text
+        `new`, the share of n-grams of characters that the training text lacks, by n as a string; `longest`, the longest
+        match in characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and the text
         `before` and `after` it in the training text; `whole`, whether all of the training text was searched.
     """
     data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
@@ -83,7 +89,7 @@ def originality(index: Index, text: str) -> dict[str, Any]:
     for n in NGRAMS:
         whole = enumerate(matches[: max(0, len(text) - n + 1)])
         found = [length >= starts[i + n] - starts[i] for i, (length, _) in whole]
-        new[n] = 1 - sum(found) / len(found) if found else None
+        new[str(n)] = 1 - sum(found) / len(found) if found else None
     longest, spans, reached = 0, [], 0
     for i, (length, at) in enumerate(matches):
         end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
@@ -127,8 +133,42 @@ def comparison(checkpoint: Path) -> Callable[[str], tuple[list[dict[str, Any]], 
 def _load(checkpoint: Path, written: int) -> tuple[Index, dict[str, Any]]:
     corpus = find_corpus(checkpoint)
     index = build_index(corpus)
-    figures = originality(index, validation_text(corpus, VALIDATION_CHARACTERS))
-    return index, {name: figures[name] for name in ("new", "longest")}
+    return index, _figures(originality(index, validation_text(corpus, VALIDATION_CHARACTERS)))
+
+
+def final_originality(
+    model: GPT, corpus: Corpus, sample: str, folder: Path, *, characters: int, seed: int, seconds: float
+) -> dict[str, Any] | None:
+    """Draw some text; compare it, the final sample and the validation text with the training text, in `samples.txt`.
+
+    Args:
+        characters: at most; fewer if drawing them takes longer than `seconds`.
+
+    Returns:
+        By the name of the text, the shares of new n-grams and the longest match; None, with a warning, if that fails.
+    """
+    from minigpt.runs.callbacks.samples import draw, only_a_warning  # imports Lightning
+
+    with only_a_warning("the originality of the text is not known"):
+        end = time.perf_counter() + seconds
+        if corpus.train.bytes > MAX_INDEXED_AFTER_TRAINING:
+            raise RunError(f"the training text has more than 20 MB; compare with {usage('sample')} --originality")
+        index, per_token = build_index(corpus), corpus.train.bytes / corpus.train.tokens
+        count = -(-characters // max(1, int(DRAWN_TOKENS * per_token)))
+        settings: Any = {"max_new_tokens": DRAWN_TOKENS, "temperature": 0.8, "seed": seed, "num_samples": count}
+        draws = draw(model, corpus.tokenizer.start, seconds=end - time.perf_counter(), **settings)
+        text = "".join(map(corpus.tokenizer.decode, draws))[:characters]
+        validation = validation_text(corpus, len(text))
+        texts = {"final_sample": sample, "generated_text": text, "validation_text": validation}
+        compared = {name: originality(index, text) for name, text in texts.items()}
+        with open(folder / SAMPLES, "a", encoding="utf-8") as file:
+            file.write(f"{ORIGINALITY_HEADER}\n{format_table(compared)}\n\n")
+        return {name: _figures(row) for name, row in compared.items()}
+    return None
+
+
+def _figures(compared: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: compared[name] for name in ("new", "longest")}
 
 
 def validation_text(corpus: Corpus, characters: int) -> str:

@@ -25,7 +25,7 @@ def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet):
     found = originality.originality(index, text)
     for n in NGRAMS:
         ngrams = [text[i : i + n] for i in range(len(text) - n + 1)]
-        assert found["new"][n] == pytest.approx(sum(ngram not in training for ngram in ngrams) / len(ngrams))
+        assert found["new"][str(n)] == pytest.approx(sum(ngram not in training for ngram in ngrams) / len(ngrams))
     spans = [(i, j) for i in range(len(text)) for j in range(i + 1, len(text) + 1) if text[i:j] in training]
     assert found["longest"] == max(j - i for i, j in spans) >= 45
     maximal = [(i, j) for i, j in spans if j - i >= 20 and not {(i - 1, j), (i, j + 1)} & {*spans}]
@@ -37,9 +37,9 @@ def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet):
 
 def test_short_and_new_texts():
     index = Index(b"abc", divsufsort(b"abc"), True)
-    assert originality.originality(index, "")["new"] == dict.fromkeys(NGRAMS)
+    assert originality.originality(index, "")["new"] == dict.fromkeys(map(str, NGRAMS))
     found = originality.originality(index, "xyzxyz")
-    assert (found["new"][5], found["new"][10], found["longest"], found["spans"]) == (1, None, 0, [])
+    assert (found["new"]["5"], found["new"]["10"], found["longest"], found["spans"]) == (1, None, 0, [])
 
 
 def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, monkeypatch):
