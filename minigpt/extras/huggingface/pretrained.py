@@ -98,22 +98,14 @@ def _download(source: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index.
-
-    Without an index all shards are read; raise UserError if they are of several models, or there is no file.
-    """
+    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    shards = sorted(folder.glob(SHARDS))
-    if (folder / INDEX).is_file():
-        with explain_errors(f"{folder / INDEX} is damaged"):
-            names = set(read_json(folder / INDEX)["weight_map"].values())
-            shards = [file for name in sorted(names) if (file := folder / name).is_file()]
-    elif len({file.stem.rpartition("-of-")[2] for file in shards}) > 1:
-        raise UserError(f"{INDEX} is missing, and the shards in {folder} are of several models; keep those of one")
-    if not shards:
-        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
-    return shards
+    if not (folder / INDEX).is_file():
+        found = f"{WEIGHTS} or {INDEX} is missing"
+        raise UserError(f"{found}; weights must be safetensors, because a .bin file can execute code")
+    with explain_errors(f"{folder / INDEX} is damaged"):
+        return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
 
 
 def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:

@@ -80,8 +80,8 @@ def originality(index: Index, text: str) -> dict[str, Any]:
 
     Returns:
         `new`, the share of n-grams of characters that the training text lacks, by n as a string; `longest`, the longest
-        match in characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and the text
-        `before` and `after` it in the training text; `whole`, whether all of the training text was searched.
+        match in characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and
+        the text `before` and `after` it in the training text; `whole`, whether all of the training text was searched.
     """
     data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
     matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
