@@ -161,16 +161,13 @@ def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, An
 
 
 def _canonical(config: GPTConfig) -> GPTConfig:
-    """Return a configuration that is equal for equal models: null values are filled in, unused ones are the default."""
-    unused = ["dropout", "ngram_dropout"]
+    """Return a configuration without null values, and with defaults for values that a class of `FAMILIES` ignores."""
+    # In every class: none has n-grams or mup.
+    unused = ["dropout", "ngram_dropout", "ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"]
     if config.position != "rope":
-        unused += ["rope_base"]
+        unused += ["rope_base", "rope_factor"]
     if config.position != "rope" or config.rope_scaling is None:
-        unused += ["rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_block_size"]
-    if not config.ngram:
-        unused += ["ngram_buckets", "ngram_dim"]
-    if config.parametrization == "standard":
-        unused += ["base_n_embd", "base_head_dim"]
+        unused += ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_block_size"]
     return replace(
         config,
         n_kv_head=config.n_kv_head or config.n_head,

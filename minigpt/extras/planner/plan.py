@@ -68,31 +68,22 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
     given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
-
-    def plan_to(path: Path) -> None:
-        write_json(path, make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes))
-
-    if cfg.resume != "auto" or not file.exists():
-        if sweep.exists():  # whose runs share a plan if they differ in their seed alone
-            row = sha256_json({**relevant_settings(cfg), "seed": None})
-            shared = sweep.with_name(f".plan-{row[:16]}.json")
-            with FileLock(f"{shared}.lock"):
-                if not shared.exists():
-                    plan_to(shared)
-            write_json(file, _read_plan(shared))
-        else:
-            plan_to(file)
-    plan = _read_plan(file)
+    options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
+    if cfg.resume == "auto" and file.exists():
+        plan = read_json(file)
+    elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
+        row = sha256_json({**relevant_settings(cfg), "seed": None})
+        shared = sweep.with_name(f".plan-{row[:16]}.json")
+        with FileLock(f"{shared}.lock"):
+            if not shared.exists():
+                write_json(shared, make_plan(cfg, corpus, **options))
+        plan = read_json(shared)
+    else:
+        plan = make_plan(cfg, corpus, **options)
+    write_json(file, plan)
     for line in plan["lines"]:
         append_log(folder, line)
     return updated(cfg, without(given, plan["settings"]))
-
-
-def _read_plan(file: Path) -> dict[str, Any]:
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
 
 
 def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
@@ -272,4 +263,4 @@ def parameters(cfg: DictConfig) -> int:
 
 def power_of_two(value: float) -> int:
     """Return the nearest power of two that is not above `value`, at least 1."""
-    return 1 << max(0, int(log2(max(1, value))))
+    return 1 << int(log2(max(1, value)))
