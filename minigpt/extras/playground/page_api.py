@@ -36,9 +36,6 @@ N_TOP = 10  # alternatives of a token
 def page_routes(models: Models) -> list[Route]:
     """Return the routes of the API."""
 
-    async def names(request: Request) -> Response:
-        return http.json_response({"models": models.names()})
-
     async def description(request: Request) -> Response:
         name = request.path_params["name"]
         engine = await models.engine(name)
@@ -59,7 +56,6 @@ def page_routes(models: Models) -> list[Route]:
         return run_folder(path) if path.is_file() else path
 
     return [
-        Route("/api/models", names),
         Route("/api/models/{name:path}", description),
         Route("/api/history/{name:path}", history),
         Route("/api/learning/{name:path}", learning),

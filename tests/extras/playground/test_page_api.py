@@ -38,7 +38,6 @@ def lines(response: httpx.Response) -> list[Any]:
 
 
 def test_the_models_are_described(http: httpx.Client, tmp_path: Path, gpt2_folder: Path) -> None:
-    assert http.get("/api/models").json() == {"models": ["tiny", gpt2_folder.name]}
     tiny = http.get("/api/models/tiny").json()
     facts = tiny.pop("facts")
     assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
@@ -135,7 +134,7 @@ def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
             assert "frame-ancestors 'none'" in policy
         for path in ("/__init__.py", "/../server.py", "/%2e%2e/server.py", "/page/index.html", "/none.js"):
             assert http.get(path).status_code == 404
-        for path in ("/api/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
+        for path in ("/v1/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
             assert http.get(path).status_code == 401
             assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (200, 404)
         assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
@@ -144,13 +143,13 @@ def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
 def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with serving([run], key="secret", access_log=True) as server:
         headers = {"Authorization": "Bearer secret"}
-        httpx.get(f"{server.url}/api/models", headers=headers)
-        httpx.get(f"{server.url}/api/models")
+        httpx.get(f"{server.url}/v1/models", headers=headers)
+        httpx.get(f"{server.url}/v1/models")
         body = {"model": "tiny", "prompt": "private", "max_tokens": 7, "n": 2}
         httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
         httpx.get(f"{server.url}/%0a%1b[31m")
     logged = capfd.readouterr().out.splitlines()
-    expected = ("/api/models 200", "/api/models 401", "/v1/completions 200", "/%0A%1B%5B31m 404")
+    expected = ("/v1/models 200", "/v1/models 401", "/v1/completions 200", "/%0A%1B%5B31m 404")
     assert [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged] == list(expected)
     assert "private" not in "".join(logged)
     assert "secret" not in "".join(logged)

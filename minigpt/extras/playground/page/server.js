@@ -91,7 +91,7 @@ async function connect() {
     setKey(key);
     history.replaceState(null, "", location.pathname);  // removes the key from the address
   }
-  const {models} = await json("models");
+  const models = (await json("../v1/models")).data.map(({id}) => id);
   if (!models.length) throw new Error("the server has no model left; restart it with a run");
   return new ServerBackend(models);
 }
