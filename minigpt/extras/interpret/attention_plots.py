@@ -102,7 +102,6 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
     paths = {flag: path for flag, path in outputs.items() if path is not None}
     for flag, path in paths.items():
         require(flag, path, lambda p: p.suffix.lower() in FORMATS, f"a file in {', '.join(FORMATS)} format")
-        require(flag, path, lambda p: not p.is_dir(), "a file, not a folder")
         require(flag, path, lambda p: os.access(p.parent, os.W_OK | os.X_OK), "in a folder that exists and is writable")
     if len({path.resolve() for path in paths.values()}) < len(paths):
         raise UserError(f"{', '.join(paths)} must be different files, got {', '.join(map(str, paths.values()))}")

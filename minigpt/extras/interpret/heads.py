@@ -9,7 +9,7 @@ Shapes: L layers, H heads, B batch, T time, D head width.
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -33,17 +33,18 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
     `tokens` are the ids (T,) of one text, T at most `block_size`.
     """
     weights: list[Tensor] = []
+    layer, wanted = count(), range(model.config.n_layer)[layers]
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
+        if next(layer) in wanted:
+            weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
 
-    shared = model.config.layer_repeats > 1  # then a hook records several layers
     with eval_mode(model), ExitStack() as hooks:
-        for block in dict.fromkeys(model.blocks if shared else model.blocks[layers]):
+        for block in dict.fromkeys(model.blocks):  # layers may share one
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
         model(tokens[None])
-    return torch.stack(weights[layers] if shared else weights)
+    return torch.stack(weights)
 
 
 def induction_scores(model: GPT, vocab_size: int) -> Tensor:
@@ -122,10 +123,10 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     """
     L, H = model.config.n_layer, model.config.n_head
     heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
-    count = sum(int((targets >= 0).sum()) for _, targets in batches)
+    n_targets = sum(int((targets >= 0).sum()) for _, targets in batches)
 
     def loss_of(model: GPT) -> float:
-        return sum(float(model(*batch, reduction="sum")) for batch in batches) / count
+        return sum(float(model(*batch, reduction="sum")) for batch in batches) / n_targets
 
     with eval_mode(model):
         intact = loss_of(model)
