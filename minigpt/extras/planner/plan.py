@@ -8,20 +8,29 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, inf, log2, log10
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
 from filelock import FileLock
+from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
+from minigpt.config import GPTConfig
+from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
+from minigpt.device import training_precision
 from minigpt.distributed.process_group import started_together
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads
-from minigpt.extras.planner.step_time import step_seconds
+from minigpt.model import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
+from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
 from minigpt.runs.overrides import given_settings, relevant_settings
+from minigpt.runs.parts import partial_from_config
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
@@ -43,6 +52,7 @@ COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the va
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
+TIMED_STEPS = 80  # to measure a size, at most
 MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
@@ -145,6 +155,35 @@ def read_text(corpus: Corpus) -> Text:
     losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
     best = losses.index(min(losses))
     return Text(len(train), len(val), best + 1, distinct[best], losses[best])
+
+
+def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
+    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their median time.
+
+    The first half does not count: memory is allocated and kernels are compiled.
+    """
+    keep_freed_memory()
+    silence_lightning()
+    accelerator = cfg.trainer.accelerator
+    precision: Any = cfg.trainer.precision
+    if precision == "auto":
+        precision = training_precision(accelerator)
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
+    model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
+    sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
+    order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
+    times = [time.perf_counter()]
+    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes):
+        fabric.backward(model(tokens, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if fabric.device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(time.perf_counter())
+        if len(times) > 4 and times[-1] - times[0] > seconds:
+            break
+    return median(b - a for a, b in pairwise(times[len(times) // 2 :])) * cfg.trainer.accumulate_grad_batches
 
 
 def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
