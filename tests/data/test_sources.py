@@ -15,7 +15,7 @@ import pytest
 from corpora import ROOT, documents, sha256, values
 
 from minigpt.checkpoints.format import contents, write
-from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.checksums import checksums

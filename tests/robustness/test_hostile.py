@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minigpt.checkpoints.format import checksum, contents, write
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.checkpoints.validation_split import validation_batches
+from minigpt.extras.interpret.validation_split import validation_batches
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 from minigpt.utils.cli import UserError
 

@@ -15,7 +15,7 @@ import torch
 
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.checkpoints.validation_split import validation_batches
+from minigpt.extras.interpret.validation_split import validation_batches
 from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
 from minigpt.utils.errors import UserError

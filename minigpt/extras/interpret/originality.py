@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydivsufsort import divsufsort
 
-from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.data.token_files import META, Corpus
 from minigpt.model import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES

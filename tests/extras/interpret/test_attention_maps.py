@@ -14,7 +14,7 @@ from test_heads import uniform
 
 from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
-from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.extras.interpret.attention_plots import plot_maps
 from minigpt.utils.errors import UserError

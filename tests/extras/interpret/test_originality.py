@@ -7,7 +7,7 @@ import pytest
 from pydivsufsort import divsufsort
 
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import INDEX, NGRAMS, Index, build_index
 from minigpt.runs.run_dir import read_samples

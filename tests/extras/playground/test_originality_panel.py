@@ -11,7 +11,7 @@ from servers import serving
 from small_runs import wait_until
 
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.extras.interpret.originality import Index, build_index, originality, validation_text
 
 
