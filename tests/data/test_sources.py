@@ -15,11 +15,11 @@ import pytest
 from corpora import ROOT, documents, sha256, values
 
 from minigpt.checkpoints.format import contents, write
-from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.checksums import checksums
 from minigpt.data.prepare import load_corpus
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.utils.errors import UserError
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]

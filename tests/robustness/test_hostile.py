@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minigpt.checkpoints.format import checksum, contents, write
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.extras.interpret.validation_split import validation_batches
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
+from minigpt.extras.interpret.validation_split import validation_batches
 from minigpt.utils.cli import UserError
 
 ALPHABET = "\n abcdeé€😀"

@@ -7,9 +7,9 @@ import pytest
 from pydivsufsort import divsufsort
 
 from minigpt.checkpoints.find import BEST
-from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import INDEX, NGRAMS, Index, build_index
+from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.runs.run_dir import read_samples
 
 
