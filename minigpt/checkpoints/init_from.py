@@ -8,11 +8,11 @@ from typing import Any
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, named_path
 from minigpt.checkpoints.load import build_model, load_checkpoint
 from minigpt.config import GPTConfig
-from minigpt.data.checksums import checksums
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
+from minigpt.utils.files import checksums
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Pretrained:
         assert self.model is not None
         return build_model(config or self.config, self.model.state_dict()).eval()
 
-    def provenance(self, cache: Path | None = None) -> dict[str, Any]:
-        """Return the source, the revision, and the SHA-256 of each file of weights, with the cache of `checksums`."""
-        sums = dict(zip((file.name for file in self.files), checksums(self.files, cache), strict=True))
+    def provenance(self, data_folder: str) -> dict[str, Any]:
+        """Return the source, the revision, and the SHA-256 of each file of weights, as `checksums` caches them."""
+        sums = dict(zip((file.name for file in self.files), checksums(self.files, Path(data_folder)), strict=True))
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 

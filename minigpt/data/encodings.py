@@ -9,8 +9,8 @@ from pathlib import Path
 
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.checks import one_of
-from minigpt.utils.downloads import download
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.files import download
 
 _HOST = "https://openaipublic.blob.core.windows.net"
 _SHA256 = {  # URL -> checksum, as in tiktoken

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.encodings import load_encoding
 from minigpt.data.sources import Source, find_sources
 from minigpt.data.splits import (
@@ -85,7 +84,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     built = built or _build_tokenizer(tokenizer, folder, "", ())
-    return token_files.load_bins(data, built, folder / CHECKSUM_CACHE)
+    return token_files.load_bins(data, built, folder)
 
 
 def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:

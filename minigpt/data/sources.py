@@ -13,12 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-from minigpt.data.checksums import CHECKSUM_CACHE, checksums
 from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_SUFFIXES, TextChunk, find_files, no_text, read_documents
 from minigpt.data.tokenizer import whole_characters
-from minigpt.utils.downloads import download
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write, sha256_json
+from minigpt.utils.files import atomic_write, checksums, download, sha256_json
 from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
 
@@ -58,7 +56,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
     target = folder / f"{name}.txt"
     for copy in dict.fromkeys((target, Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name)):
         if copy.is_file():
-            if checksums([copy], folder / CHECKSUM_CACHE) == [data["sha256"]]:
+            if checksums([copy], folder) == [data["sha256"]]:
                 return copy
             warn(f"skipping {copy}: its checksum is not that of {name}")
     if download(data["url"], data["sha256"], target):
@@ -95,7 +93,7 @@ def _find_training(data: Mapping[str, Any]) -> Source:
 
 def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
     files, field, separator = find_files(path, setting), data["field"], data["separator"] or ""
-    sums = checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
+    sums = checksums(files, Path(data["folder"]))
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES)) and not separator
     return Source(
@@ -139,7 +137,7 @@ def _from_hub(data: Mapping[str, Any], split: str) -> Source:
     identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
     if (local := Path(data["dataset"])).is_dir():
         files = sorted(file for file in local.rglob("*") if file.is_file())
-        identity += checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
+        identity += checksums(files, Path(data["folder"]))
     return Source(data["name"], sha256_json([*identity, split]), lambda: _stream(data, split))
 
 

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.checksums import split_checksums
 from minigpt.data.tokenizer import Tokenizer, token_dtype
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import read_json, sha256_json
+from minigpt.utils.files import checksums, read_json, sha256_json
 from minigpt.utils.terminal import log
 
 FORMAT = 5
@@ -32,6 +31,7 @@ META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
 _MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
+_HASHED_FILES, _HASHED_BYTES = 64, 1 << 16  # of many files: how many are read, and the bytes of each
 _HEAD_BYTES = 1 << 12  # that show the kind of a file
 _SAMPLED_PAIRS = 1 << 13  # that show the width of ids
 _LLM_C = {(20240520, 1): 2, (20240801, 7): 4}  # bytes per id, by the magic number and the version of the header
@@ -154,10 +154,10 @@ def load(folder: Path) -> Corpus:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
 
 
-def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Path | None = None) -> Corpus:
+def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path | None = None) -> Corpus:
     """Read the token files of the data group, arrays of ids, in place.
 
-    The validation split is read whole, to count its bytes and documents. `checksum_cache` is that of `checksums`.
+    The validation split is read whole, to count its bytes and documents. `data_folder` is that of `checksums`.
     """
     vocab_size, documents = tokenizer.vocab_size, 0
     found = {key: _find_bins(key, data[key]) for key in ("train_bin", "val_bin")}
@@ -178,7 +178,7 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Pat
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
-    sums = split_checksums(train, val, checksum_cache)
+    sums = split_checksums(train, val, data_folder)
     return Corpus(
         name=train[0].name,
         sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
@@ -201,6 +201,20 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
         if not file.is_file():
             raise UserError(f"data.{key}={file} is not a file; give the path of nanoGPT's token files")
     return files
+
+
+def split_checksums(train: Sequence[Path], val: Sequence[Path], data_folder: Path | None) -> list[str]:
+    """Identify the token files of both splits: by content if each has one, else by sizes and a sample."""
+    if len(train) == len(val) == 1:
+        return checksums([*train, *val], data_folder)
+    sums = []
+    for files in (train, val):
+        n, heads = min(len(files), _HASHED_FILES), []
+        for i in range(n):
+            with open(files[i * len(files) // n], "rb") as content:
+                heads.append(hashlib.sha256(content.read(_HASHED_BYTES)).hexdigest())
+        sums.append(sha256_json([[file.stat().st_size for file in files], heads]))
+    return sums
 
 
 def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:

@@ -24,7 +24,6 @@ from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
-from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import LOST_RANK, gather_objects, shared_errors, started_together
 from minigpt.language_model import LanguageModel
@@ -84,8 +83,7 @@ def fit(
             print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
         return done.get("best_val_loss")
     if pretrained:  # `saved` refers to `origin`
-        checksum_cache = Path(run.data["folder"]) / CHECKSUM_CACHE
-        origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
+        origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(run.data["folder"])
     if resume:
         origin["resumed_from"] = before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
     save_config(folder, composed, overrides)

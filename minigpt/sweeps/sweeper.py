@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.run_config import RunConfig, check_hydra
 from minigpt.runs.overrides import (
     by_name,
@@ -150,8 +149,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
         known["validated"] = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
         point = refresh(replace(point, folder=folder, rungs=rungs, **known))
-        cache = Path(config.data.folder) / CHECKSUM_CACHE
-        weights = pretrained.provenance(cache)["sha256"] if pretrained else None
+        weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
         if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
             raise UserError(f"{folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
         return point

@@ -1,9 +1,9 @@
-"""Atomic writes, durable writes, and JSON."""
+"""Files: atomic and durable writes, JSON, checksums, downloads."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,3 +48,47 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
 def sha256_json(values: Any) -> str:
     """Return the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
+    """Return the SHA-256 of each file. A cache in the data folder, if given, saves reading an unchanged file again.
+
+    A cache entry is keyed by path, size, times and inode. Every write updates the change time (ctime), which no program
+    can set back.
+    """
+    cache, known = data_folder and data_folder / "checksums.json", dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):  # missing or damaged
+        known |= read_json(cache) if cache else {}
+    keys, n_cached = [], len(known)
+    for file in files:
+        state = file.stat()
+        keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
+        if keys[-1] not in known:
+            with open(file, "rb") as content:
+                known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
+    if cache and len(known) > n_cached:
+        with suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            write_json(cache, known)
+    return [known[key] for key in keys]
+
+
+def download(url: str, sha256: str, target: Path) -> bool:
+    """Download a file atomically, unless it is there; return whether it is there now, with this checksum."""
+    if target.is_file() and checksums([target], None) == [sha256]:
+        return True
+    import pooch
+    import requests
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pooch.get_logger().setLevel("ERROR")
+    registry, urls = {target.name: f"sha256:{sha256}"}, {target.name: url}
+    store = pooch.create(target.parent, "", registry=registry, urls=urls, retry_if_failed=2)
+    try:
+        store.fetch(target.name, downloader=pooch.HTTPDownloader(progressbar=True, timeout=(5, 30)))
+    except (requests.RequestException, ValueError):  # ValueError: the checksum differs
+        return False
+    mask = os.umask(0)
+    os.umask(mask)
+    target.chmod(0o666 & ~mask)  # pooch's temporary file is private to the user
+    return True

@@ -12,13 +12,10 @@ R = TypeVar("R")
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """Yield `function(item)` of each item, in order, while up to `threads` threads work on the next ones."""
     pending: deque[Future[R]] = deque()
-    pool = ThreadPoolExecutor(threads)
-    try:
+    with ThreadPoolExecutor(threads) as pool:
         for item in items:
             pending.append(pool.submit(function, item))
             if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

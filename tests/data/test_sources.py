@@ -17,10 +17,10 @@ from corpora import ROOT, documents, sha256, values
 from minigpt.checkpoints.format import contents, write
 from minigpt.config import GPTConfig
 from minigpt.data import sources
-from minigpt.data.checksums import checksums
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.interpret.validation_split import find_corpus
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import checksums
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -91,20 +91,21 @@ def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tm
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
-    file, cache = tmp_path / "a.txt", tmp_path / "data/checksums.json"
+    file, folder = tmp_path / "a.txt", tmp_path / "data"
+    cache = folder / "checksums.json"
     file.write_bytes(b"first")
-    assert checksums([file], cache) == [sha256(b"first")]
+    assert checksums([file], folder) == [sha256(b"first")]
     kept = json.loads(cache.read_text())
     assert list(kept.values()) == [sha256(b"first")]
     cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
-    assert checksums([file], cache) == ["remembered"]  # from the cache
+    assert checksums([file], folder) == ["remembered"]  # from the cache
     times = file.stat()
     file.write_bytes(b"later")  # same size and time
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert checksums([file], cache) == [sha256(b"later")]
+    assert checksums([file], folder) == [sha256(b"later")]
     cache.write_text("damaged")
-    assert checksums([file], cache) == [sha256(b"later")]
-    assert checksums([file], file / "cache") == [sha256(b"later")]  # which cannot be written
+    assert checksums([file], folder) == [sha256(b"later")]
+    assert checksums([file], file) == [sha256(b"later")]  # which cannot be written
 
 
 def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):

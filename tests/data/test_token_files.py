@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import token_files
-from minigpt.data.checksums import split_checksums
-from minigpt.data.token_files import Tokens
+from minigpt.data.token_files import Tokens, split_checksums
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
 
@@ -85,7 +84,7 @@ def bins(folder, *contents):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    return token_files.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
+    return token_files.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder)
 
 
 def llm_c(ids, dtype="<u2", magic=20240520, version=1, n=100):
