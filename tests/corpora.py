@@ -111,7 +111,6 @@ def serving(content, monkeypatch):
             pass
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.faults, server.requests, server.url = [], 0, f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -74,5 +74,5 @@ finally:
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "missing.safetensors does not exist" in result.stderr
     found = {name.partition(".")[0] for name in result.stdout.split()}
-    unused = {"datasets", "huggingface_hub", "joblib", "matplotlib", "optuna", "pandas", "pooch", "scipy"}
+    unused = {"datasets", "huggingface_hub", "joblib", "matplotlib", "optuna", "pandas", "scipy"}
     assert not found & {*unused, "sklearn", "submitit", "tensorboard", "tokenizers", "transformers", "wandb"}

@@ -31,13 +31,11 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
             steps = ", ".join(map(str, found)) or "none"
             raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
         return found[step]
-    if path.is_file():
-        return path
-    for name in (LAST, BEST) if last else (BEST, LAST):
-        if (path / name).is_file():
-            return path / name
-    if not last and (snapshots := find_snapshots(path)):  # of a run before its first validation
-        return list(snapshots.values())[-1]
+    names = (LAST, BEST) if last else (BEST, LAST)
+    snapshots = [] if last else list(find_snapshots(path).values())  # of a run before its first validation
+    for file in (path, *(path / name for name in names), *reversed(snapshots)):
+        if file.is_file():
+            return file
     problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
 

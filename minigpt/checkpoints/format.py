@@ -13,6 +13,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
         text = metadata[MINIGPT]
         if metadata.get("crc32") != checksum(text, tensors):
             raise UserError("its checksum is wrong; use an older checkpoint")
-        content = _unpack(json.loads(text), tensors)
+        content = json.loads(text, object_hook=partial(_unpack, tensors))
         if (number := content[MINIGPT].get("format")) != FORMAT:
             raise UserError(f"it has format {number}; this version of minigpt reads format {FORMAT}")
         return {**content, "state_dict": dict(content["state_dict"])}
@@ -155,16 +156,13 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, st
     raise UserError(f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}")
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Restore in place what `_pack` replaced."""
+def _unpack(tensors: Mapping[str, Tensor], value: dict[str, Any]) -> Any:
+    """Restore what `_pack` replaced by a dict."""
     match value:
         case {"$tensor": str(name)}:
             return tensors[name]
         case {"$tuple": list(items)}:
-            return tuple(_unpack(items, tensors))
+            return tuple(items)
         case {"$dict": list(items)}:
-            return dict(_unpack(items, tensors))
-        case dict() | list():
-            for key in value if isinstance(value, dict) else range(len(value)):
-                value[key] = _unpack(value[key], tensors)
+            return dict(items)
     return value

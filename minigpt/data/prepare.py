@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.encodings import load_encoding
 from minigpt.data.sources import Source, find_sources
 from minigpt.data.splits import (
     TRAIN,
@@ -96,7 +95,7 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
         return ByteTokenizer()
     if name == BPETokenizer.trained:
         return BPETokenizer.train(texts, settings["vocab_size"])
-    return load_encoding(name, folder / "tiktoken")
+    return BPETokenizer.from_tiktoken(name, folder / "tiktoken")
 
 
 def _write_corpus(

@@ -5,14 +5,19 @@ file. Patterns are saved by name, so no file can contain a regular expression, e
 """
 
 import base64
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import one_of
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
+from minigpt.utils.files import download
 from minigpt.utils.terminal import visible
 
 if TYPE_CHECKING:
@@ -32,6 +37,13 @@ PATTERNS = {
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+_HOST = "https://openaipublic.blob.core.windows.net"
+_SHA256 = {  # of the files of tiktoken's encodings, as in tiktoken
+    f"{_HOST}/gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    f"{_HOST}/gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    f"{_HOST}/encodings/cl100k_base.tiktoken": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+    f"{_HOST}/encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
 }
 
 
@@ -159,9 +171,24 @@ class BPETokenizer(Tokenizer):
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
     @classmethod
-    def from_tiktoken(cls, name: str) -> "BPETokenizer":
-        """Load a tiktoken encoding whose files are in tiktoken's cache."""
-        import tiktoken
+    def from_tiktoken(cls, name: str, folder: Path) -> "BPETokenizer":
+        """Load a tiktoken encoding from the cache in TIKTOKEN_CACHE_DIR, or else in `folder`.
+
+        Its files are downloaded first: tiktoken's own download has no timeout and does not name the missing file. Raise
+        UserError if there is no such encoding, or a file is missing and cannot be downloaded.
+        """
+        require("tokenizer.name", name, *one_of((CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)))
+        cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
+        urls = [url for url in _SHA256 if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url]
+        files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in urls}
+        missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
+        if missing:
+            raise UserError(
+                f"the files of tokenizer={name} could not be downloaded; "
+                f"save {', and '.join(missing)}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
+            )
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())  # where tiktoken reads the files
+        import tiktoken  # slow to import
 
         encoding = tiktoken.get_encoding(name)
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}

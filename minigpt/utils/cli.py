@@ -6,24 +6,23 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import did_you_mean, is_rank_zero, sanitize_line
 
-R = TypeVar("R")
 IMPORTED_FROM = "modules are imported from the working folder and the installed packages"
 
 
-def cli_entrypoint(function: Callable[..., R]) -> Callable[..., R]:
+def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a script's main function: print its exceptions as one line on stderr, and exit with a code."""
 
     @wraps(function)
-    def wrapper(*args: object, **kwargs: object) -> R:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -90,7 +89,7 @@ def written_as(name: str) -> str:
     """Return the setting that a name of another program, or the last part of a setting, stands for; else the name."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
-    found = [key for key in _known(_settings()) if key.rpartition(".")[2] == name]
+    found = [key for key in _settings() if key.rpartition(".")[2] == name]
     return found[0] if len(found) == 1 else name
 
 
@@ -119,11 +118,11 @@ def _explain_hydra(error: BaseException) -> str:
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name, settings = unknown[1], _settings()
         group = name.partition(".")[0]
-        if chosen := [choice for choice, keys in settings.items() if name in keys and choice.startswith(f"{group}=")]:
+        if chosen := [choice for choice in settings.get(name, ()) if choice.startswith(f"{group}=")]:
             return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
         if name in _ELSEWHERE:
             return f"{name} does not exist; write {_ELSEWHERE[name]}=…"
-        return f"{name} does not exist{did_you_mean(name, _known(settings))}; --help lists them"
+        return f"{name} does not exist{did_you_mean(name, settings)}; --help lists them"
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""
@@ -131,21 +130,17 @@ def _explain_hydra(error: BaseException) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """Return the dotted settings of each file in `configs/`, by GROUP=CHOICE."""
+    """Return the groups and dotted settings in `configs/`, without those of sweeps, and GROUP=CHOICE of their files."""
     import yaml  # a dependency of Hydra
 
-    found, configs = {}, ROOT / "configs"
+    found, configs = dict[str, list[str]](), ROOT / "configs"
     for file in sorted(configs.rglob("*.yaml")):
         group, text = file.parent.relative_to(configs).as_posix(), file.read_text(encoding="utf-8")
+        found.setdefault(group, [])
         inside = group in (".", "hydra/help") or "@package _global_" in text
-        found[f"{group}={file.stem}"] = list(_keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."))
-    return found
-
-
-def _known(settings: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return the groups and the settings, without those of sweeps."""
-    known = {choice.partition("=")[0] for choice in settings}.union(*settings.values())
-    return {key for key in known if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
+        for key in _keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."):
+            found.setdefault(key, []).append(f"{group}={file.stem}")
+    return {key: files for key, files in found.items() if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:

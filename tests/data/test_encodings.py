@@ -10,8 +10,8 @@ import tiktoken.registry
 import tiktoken_ext.openai_public as public
 from corpora import serving, sha256
 
-from minigpt.data import encodings
-from minigpt.data.tokenizer import PATTERNS, SEPARATOR
+from minigpt.data import tokenizer as tokenizers
+from minigpt.data.tokenizer import PATTERNS, SEPARATOR, BPETokenizer
 from minigpt.utils.errors import UserError
 
 TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
@@ -30,7 +30,7 @@ def server(monkeypatch):
             options = {"pat_str": PATTERNS["gpt2"], "special_tokens": {SEPARATOR: 257}}
             return {"name": "gpt2", "mergeable_ranks": ranks, **options}
 
-        monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256(SMALL)})
+        monkeypatch.setattr(tokenizers, "_SHA256", {server.url: sha256(SMALL)})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
         monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
         yield server
@@ -45,7 +45,7 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(monkeypatch):
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda file, expected_hash: asked.update({file: expected_hash}))
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gym)
     patterns = {name: public.ENCODING_CONSTRUCTORS[name]()["pat_str"] for name in PATTERNS}
-    assert (patterns, asked) == (PATTERNS, encodings._SHA256)
+    assert (patterns, asked) == (PATTERNS, tokenizers._SHA256)
 
 
 def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, server, monkeypatch):
@@ -54,13 +54,13 @@ def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, se
     for present, requests in ((None, 1), (SMALL, 1), (SMALL + b"\n", 2)):
         if present:
             (cache / keys[0]).write_bytes(present)
-        tokenizer = encodings.load_encoding("gpt2", cache)
+        tokenizer = BPETokenizer.from_tiktoken("gpt2", cache)
         assert (tokenizer.encode("cab").tolist(), tokenizer.vocab_size) == ([99, 256], 258)
         assert server.requests == requests
         assert {file.name: file.read_bytes() for file in cache.iterdir()} == {keys[0]: SMALL}
-    monkeypatch.setattr(encodings, "_SHA256", dict.fromkeys([server.url, missing], sha256(SMALL)))
+    monkeypatch.setattr(tokenizers, "_SHA256", dict.fromkeys([server.url, missing], sha256(SMALL)))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
     with pytest.raises(UserError) as error:
-        encodings.load_encoding("gpt2", tmp_path / "another")
+        BPETokenizer.from_tiktoken("gpt2", tmp_path / "another")
     assert f"{missing} as {cache / keys[1]}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
     assert server.url not in str(error.value)

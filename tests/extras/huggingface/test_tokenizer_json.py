@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import rustbpe
@@ -49,8 +50,8 @@ def encoding_of(name):
     """A tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
     if name == "gpt2":
         try:
-            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), tiktoken.get_encoding(name)
-        except OSError:
+            return from_dict(BPETokenizer.from_tiktoken(name, Path()).to_dict()), tiktoken.get_encoding(name)
+        except UserError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
         trainer = rustbpe.Tokenizer()
