@@ -115,8 +115,7 @@ def prompt_tokens(prompt: Prompt, block_size: int, *, truncate: bool = False) ->
 
 def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
     """Return the ids of documents and their bytes of UTF-8, as in training: separators are tokens of no bytes."""
-    from minigpt.data.prepare import tokenize
-    from minigpt.data.splits import VAL, TextBatches
+    from minigpt.data.prepare import VAL, TextBatches, tokenize
 
     batches = TextBatches((VAL, chunk) for chunk in chunks)
     ids = [i for splits in tokenize(tokenizer, batches, threads=1) for i in splits[VAL].tolist()]

@@ -2,7 +2,7 @@
 
 A text file is one document, and so is each line of JSON Lines and each row of Parquet. A long document comes in
 chunks, cut where no pattern in `tokenizer.PATTERNS` matches across the cut, so the ids are those of the whole document
-and a file may be larger than memory. `splits.join_chunks` joins them for other tokenizers.
+and a file may be larger than memory. `prepare.join_chunks` joins them for other tokenizers.
 """
 
 import codecs

@@ -27,11 +27,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
-from minigpt.data import readers, splits
+from minigpt.data import readers
 from minigpt.data.tokenizer import token_dtype
 from minigpt.utils.errors import UserError
 
-UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1)
+UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=1)
 BPE = {"name": "bpe", "vocab_size": 300}
 
 
@@ -45,7 +45,7 @@ def leftovers(folder):
 
 def in_parts(patch, chars):
     patch.setattr(readers, "_BLOCK_BYTES", chars)
-    patch.setattr(splits, "_BATCH_CHARS", chars)
+    patch.setattr(preparation, "_BATCH_CHARS", chars)
 
 
 def test_a_separator_gives_the_ids_of_the_same_documents_in_json_lines(tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
 
 
 def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
+    monkeypatch.setattr(preparation, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n) for n in (1, 2, 4))
     assert in_folder(one) == in_folder(two) == in_folder(four)
@@ -214,7 +214,7 @@ def test_a_second_preparation_waits_for_the_first(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
+    monkeypatch.setattr(preparation, "_BATCH_CHARS", 300)
     text, tokens, killed = "\n".join(stories(50)), tmp_path / "tokens", tmp_path / "killed"
     tokenize = preparation.tokenize
 
@@ -239,7 +239,7 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(splits, "_MAX_JOINED_CHARS", 10)
+    monkeypatch.setattr(preparation, "_MAX_JOINED_CHARS", 10)
     texts = [("abcdef", True), ("ghi", False), ("jkl", False), ("mnopqrs", False), ("t", True), ("u", False)]
-    joined = splits.join_chunks((splits.TRAIN, readers.TextChunk(*text)) for text in texts)
+    joined = preparation.join_chunks((preparation.TRAIN, readers.TextChunk(*text)) for text in texts)
     assert [tuple(chunk) for _, chunk in joined] == [("abcdefghi", True), ("jklmnopqrs", False), ("tu", True)]
