@@ -1,9 +1,9 @@
-"""The checkpoint file: one safetensors file, verified by a checksum and written atomically.
+"""What a checkpoint holds, and why loading one runs no code: one safetensors file of tensors and JSON.
 
 Tensors are stored by dotted name: weights (`model.wte.weight`), optimizer state (`optimizer.0.state.3.exp_avg`),
 random state (`rng.0.torch`). Everything else (`contents`, progress of the Trainer) is one JSON text in the
 metadata, where `{"$tensor": NAME}` refers to a tensor. Reading builds tensors and plain containers only: a file
-cannot execute code. https://github.com/huggingface/safetensors
+cannot execute code. A checksum verifies it. https://github.com/huggingface/safetensors
 """
 
 import json
