@@ -42,7 +42,7 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer
-        self.schedule = partial(schedule, max_steps=max_steps)
+        self.schedule, self.max_steps = partial(schedule, max_steps=max_steps), max_steps
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step
         self.weight = 1.0  # of the loss of this rank
@@ -56,8 +56,7 @@ class LanguageModel(L.LightningModule):
             strategy.shard(self.model)
 
     def configure_optimizers(self) -> Any:
-        optimizer: Any = self.make_optimizer(self.model)
-        optimizer._step_supports_amp_scaling = False  # with 16-mixed, unscale before clipping, not in a fused step
+        optimizer = self.make_optimizer(self.model)
         scheduler = LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -90,6 +89,11 @@ class LanguageModel(L.LightningModule):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Do nothing: Lightning calls this between the forward and the backward pass."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Stop after the last step, so that Lightning validates there, even if it is no multiple of eval_every."""
+        if self.trainer.global_step == self.max_steps:
+            self.trainer.should_stop = True
 
     def on_validation_epoch_start(self) -> None:
         self.val_sums = torch.zeros(2, device=self.device)  # nats (2e-6 off after 20,000 batches), tokens

@@ -39,7 +39,7 @@ def main() -> None:
     from minigpt.extras.huggingface.export_huggingface import export_folder
     from minigpt.extras.interpret.learning import learning_curves
     from minigpt.extras.playground.export_html import export_html
-    from minigpt.runs.history import read_history
+    from minigpt.extras.playground.history import read_history
 
     pretrained = find_pretrained(args.run)
     if args.to == "safetensors":

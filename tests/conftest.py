@@ -28,7 +28,7 @@ from small_runs import SCRIPTS, TEST_DEVICE, small_run, wait_until
 
 import minigpt
 from minigpt.data.token_files import load
-from minigpt.runs.history import plot_curves
+from minigpt.runs.curves import plot_curves
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.signals import END_SIGNALS
 

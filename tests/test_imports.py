@@ -48,7 +48,8 @@ def test_a_module_imports_from_its_own_package_and_those_before_it_and_not_in_ci
 def test_a_run_and_its_samples_need_no_extra(train, monkeypatch: pytest.MonkeyPatch):
     """No module of the core imports one, as the test above says, and none is reached by its name."""
     monkeypatch.setattr("minigpt.utils.extras.resolve_name", None)
-    folder = train("callbacks.samples.max_new_tokens=5", "originality=null").folder
+    monkeypatch.setitem(sys.modules, "minigpt.extras.interpret.snapshots", None)
+    folder = train("callbacks.samples.max_new_tokens=5", "callbacks.snapshots=null", "originality=null").folder
     model, _ = minigpt.load_checkpoint(folder)
     assert len(minigpt.generate(model, [1], max_new_tokens=3)[0].tokens) == 3
 

@@ -17,13 +17,13 @@ import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
+from minigpt.extras.playground.history import read_samples
 from minigpt.generation import stream
 from minigpt.language_model import LanguageModel
 from minigpt.run_config import TRAINER_OPTIONS, check_run
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
-from minigpt.runs.parts import partial_from_config
-from minigpt.runs.run_dir import read_samples
-from minigpt.runs.trainer import build_trainer
+from minigpt.runs.lightning_workarounds import unscale_before_clipping
+from minigpt.runs.trainer import build_trainer, partial_from_config
 from minigpt.utils.errors import UserError
 
 
@@ -286,7 +286,9 @@ SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd"
 
 def language_model(recipe, *overrides, **settings):
     """Return a small model with the optimizer of a recipe."""
-    make = partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
+    make = unscale_before_clipping(
+        partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
+    )
     model = GPT(GPTConfig(**SMALL | settings))
     return LanguageModel(model, optimizer=make, schedule=lambda step, max_steps: 1.0, max_steps=10)
 

@@ -34,10 +34,9 @@ from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.callbacks.metrics import MetricsCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text
-from minigpt.runs.history import plot_curves
-from minigpt.runs.lightning_workarounds import is_resume_error
-from minigpt.runs.parts import partial_from_config
-from minigpt.runs.trainer import TokenDataModule, build_trainer
+from minigpt.runs.curves import plot_curves
+from minigpt.runs.lightning_workarounds import end_with_rank_zero, is_resume_error, unscale_before_clipping
+from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_config
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
@@ -94,9 +93,12 @@ def fit(
     with shared_errors():
         model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
         model.checkpoint_blocks = run.checkpoint_blocks
-        optimizer, schedule = (partial_from_config(name, getattr(run, name)) for name in ("optimizer", "schedule"))
         module = LanguageModel(
-            model, optimizer=optimizer, schedule=schedule, max_steps=run.max_steps, compile=run.compile
+            model,
+            optimizer=unscale_before_clipping(partial_from_config("optimizer", run.optimizer)),
+            schedule=partial_from_config("schedule", run.schedule),
+            max_steps=run.max_steps,
+            compile=run.compile,
         )
         trainer = build_trainer(run, folder, state, metrics, CollectiveTimeout(run.collective_timeout))
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
@@ -107,7 +109,8 @@ def fit(
     try:
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
-        trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)
+        with end_with_rank_zero():
+            trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)
         outcome |= ending(trainer, run.max_steps)
         sample, outcome["originality"] = "", None
         if outcome["status"] != "paused":

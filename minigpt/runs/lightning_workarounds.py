@@ -1,19 +1,21 @@
-"""Workarounds for Lightning, for the start of several processes and for the C library, each with its reason.
+"""Workarounds for Lightning and torch, for the start of several processes and for the C library, with their reasons.
 
-Checked against Lightning 2.6.6, glibc 2.36 and Linux 6.
+Checked against Lightning 2.6.6, torch 2.13, glibc 2.36 and Linux 6. Nothing heavy is imported here, because
+`fast_imports` comes before Lightning.
 """
 
 import ctypes
+import gc
 import logging
 import os
 import platform
 import signal
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
-
-import lightning.pytorch as L
-from lightning.pytorch.callbacks import Callback
 
 from minigpt.utils.terminal import is_rank_zero
 
@@ -22,16 +24,28 @@ _PR_SET_PDEATHSIG = 1  # of prctl.h
 _RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable
 
 
-class LightningWorkarounds(Callback):
-    """Workarounds that need a hook of the Trainer."""
+@contextmanager
+def fast_imports() -> Iterator[None]:
+    """Import in 0.6 of the time: without garbage collection, and torchmetrics without its optional packages.
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        os.environ.pop(_RANK_ZERO_PID, None)  # other processes that start from here are not ranks
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Validate after the last step too: Lightning validates only where eval_every divides the batch number."""
-        if batch_idx + 1 == trainer.num_training_batches:
-            trainer.val_check_batch = batch_idx + 1
+    The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
+    """
+    gc.disable()
+    try:
+        optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
+        optional.available = False  # torchmetrics would import transformers and matplotlib, for metrics of no run
+        scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # and scipy.signal
+        try:
+            import_module("torchmetrics")
+        finally:
+            del optional.available
+            if scipy is None:
+                del sys.modules["scipy"]
+        yield
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # into the oldest generation, which is rarely collected
+        gc.enable()
 
 
 def fix_loop_state(checkpoint: dict[str, Any]) -> None:
@@ -54,7 +68,30 @@ def is_resume_error(error: Exception) -> bool:
     return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
 
 
-def silence_lightning() -> None:
+def unscale_before_clipping(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `make`, whose optimizers let Lightning unscale gradients before it clips them, in precision 16-mixed.
+
+    A fused optimizer would unscale them in its step, which is after clipping.
+    """
+
+    def make_optimizer(model: Any) -> Any:
+        optimizer = make(model)
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
+
+    return make_optimizer
+
+
+def set_up_process() -> None:
+    """Silence Lightning, keep freed memory, and use TensorFloat-32 for matrix products that stay in fp32 on a GPU."""
+    import torch
+
+    _silence_lightning()
+    _keep_freed_memory()
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def _silence_lightning() -> None:
     """Silence Lightning's advice to authors of training loops, but not model summaries and profiles."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -63,7 +100,7 @@ def silence_lightning() -> None:
     warnings.filterwarnings("ignore", module="lightning")
 
 
-def keep_freed_memory() -> None:
+def _keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, which allocates as much again.
 
     By default it returns activations to the system, and each step faults a thousand pages in: 5 % of a step of the
@@ -75,8 +112,9 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
 
 
-def end_with_rank_zero() -> None:
-    """Make the system kill the ranks that rank 0 started when rank 0 ends for any reason.
+@contextmanager
+def end_with_rank_zero() -> Iterator[None]:
+    """Make the system kill the ranks that rank 0 starts in this context when rank 0 ends for any reason.
 
     Gloo and NCCL notice at the next collective, but a rank that waits in the rendezvous waits for half an hour.
     """
@@ -86,3 +124,7 @@ def end_with_rank_zero() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.environ[_RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
             os._exit(1)
+    try:
+        yield
+    finally:
+        os.environ.pop(_RANK_ZERO_PID, None)  # other processes that start from here are not ranks

@@ -1,47 +1,78 @@
-"""The Lightning logger that writes `metrics.csv`."""
+"""The file `metrics.csv` of a run: one row per measurement, on disk at once, so that a killed run keeps its metrics."""
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.loggers import Logger
+from minigpt.utils.files import atomic_write
+from minigpt.utils.terminal import warn
 
-from minigpt.runs.run_dir import read_rows, write_rows
-
-COLUMNS = (
+_COLUMNS = (
     *("step", "tokens", "seconds", "train_loss", "val_loss", "val_bits_per_byte"),
     *("learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "mfu"),
 )
 
 
-class MetricsCSV(Logger):
-    """Append one row per measurement to `metrics.csv` at once, so that a killed run keeps its metrics.
+def append_metrics(file: Path, metrics: Mapping[str, float], step: int | None) -> None:
+    """Append a row; a metric of another callback, outside `_COLUMNS`, gets a column when it first appears."""
+    with open(file, "a+", newline="", encoding="utf-8") as appended:
+        appended.seek(0)
+        names = next(csv.reader(appended), [])
+        if metrics.keys() <= set(names):
+            csv.DictWriter(appended, names).writerow({"step": step, **metrics})
+            return
+    names = list(dict.fromkeys([*(names or _COLUMNS), *metrics]))
+    _write_rows(file, names, [*_read_rows(file)[1], {"step": step, **metrics}])
 
-    A metric of another callback, outside `COLUMNS`, gets a column when it first appears. Lightning's CSVLogger removes
-    the file of a run that resumes.
+
+def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read the columns of `metrics.csv`, each a list of (step, value).
+
+    Raises:
+        ValueError: a row is damaged.
     """
+    columns: dict[str, list[tuple[int, float]]] = {}
+    for row in _read_rows(file)[1]:
+        if (parsed := _parse(row)) is None:
+            raise ValueError(f"a row is not a measurement: {','.join(map(str, row.values()))}")
+        for name, value in parsed[1].items():
+            columns.setdefault(name, []).append((parsed[0], value))
+    return columns
 
-    name = version = ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
-    columns: tuple[str, ...] = ()
 
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = file
+def truncate_metrics(file: Path, step: int) -> None:
+    """Remove damaged rows and those after `step`; a file without rows is removed."""
+    if not file.exists():
+        return
+    names, rows = _read_rows(file)
+    valid = [row for row in rows if _parse(row)]
+    if len(valid) < len(rows):
+        warn(f"{file} is damaged; {len(rows) - len(valid)} of its rows are dropped")
+    if kept := [row for row in valid if int(row["step"]) <= step]:
+        _write_rows(file, names, kept)
+    else:
+        file.unlink()
 
-    @property
-    def save_dir(self) -> str:
-        return str(self.file.parent)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
+def _read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the column names and the rows of `metrics.csv`; an incomplete last line, of a killed run, is ignored."""
+    with open(file, newline="", encoding="utf-8", errors="replace") as lines:
+        reader = csv.DictReader((line for line in lines if line.endswith("\n")), quoting=csv.QUOTE_NONE)
+        return list(reader.fieldnames or []), list(reader)
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if not metrics.keys() <= set(self.columns):
-            names, rows = read_rows(self.file) if self.file.exists() else ([], [])
-            self.columns = tuple(dict.fromkeys([*(names or COLUMNS), *metrics]))
-            write_rows(self.file, self.columns, rows)
-        with open(self.file, "a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self.columns).writerow({"step": step, **metrics})
+
+def _write_rows(file: Path, names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Write `metrics.csv`."""
+    with atomic_write(file) as partial, open(partial, "w", newline="", encoding="utf-8") as output:
+        writer = csv.DictWriter(output, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
+    """Return the step and the metrics of a row; None if the row is damaged."""
+    try:
+        metrics = {name: float(value) for name, value in row.items() if name != "step" and value != ""}
+        return (int(row["step"]), metrics) if metrics else None
+    except (KeyError, TypeError, ValueError):  # a row that is too short or too long has None as a value or a name
+        return None

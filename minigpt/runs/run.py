@@ -1,30 +1,38 @@
-"""Start one training run: compose and check its configuration, lock its folder, import what it needs."""
+"""Start one training run: compose and check its configuration, lock its folder, load its text and architecture.
 
-import gc
+`fit.py` continues from there, down to `trainer.py` and `minigpt/language_model.py`. It is a module of its own because
+it imports torch and Lightning, and errors of the configuration are raised before that.
+"""
+
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from minigpt.config import GPTConfig
 from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.run_config import RunConfig, check_hydra
 from minigpt.runs import run_dir
-from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.parts import load_parts
+from minigpt.runs.lightning_workarounds import fast_imports
+from minigpt.runs.overrides import SETTABLE, complete_overrides
+from minigpt.utils.checks import integer
 from minigpt.utils.cli import error_text, explain
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
+
+if TYPE_CHECKING:
+    from minigpt.checkpoints.init_from import Pretrained
+    from minigpt.data.token_files import Corpus
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -99,32 +107,58 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             raise
 
 
+def load_parts(
+    run: RunConfig,
+    once: Callable[..., Any] = lambda load, *args: load(*args),
+    *,
+    folder: Path | None = None,
+    corpus: "Corpus | None" = None,
+) -> "tuple[Corpus, GPTConfig, Pretrained | None]":
+    """Return the corpus of a run, its architecture, and the model of `init_from`, if any.
+
+    Args:
+        once: calls a function; a sweep replaces it to call each once.
+        folder: of the run. A run that resumes has its architecture and tokenizer from its own checkpoint, so that the
+            source of its weights may be gone.
+        corpus: if it is loaded.
+
+    Raises:
+        UserError: the text or the model is missing, or they do not fit each other or the settings.
+    """
+    from minigpt.data.prepare import load_corpus  # imports numpy
+
+    if run.init_from is None:
+        corpus = corpus or once(load_corpus, run.data, run.tokenizer)
+        n, given = corpus.tokenizer.vocab_size, run.model["vocab_size"]
+        expected = f"at least the tokenizer's {n}"
+        require("model.vocab_size", given, lambda size: size is None or size >= n, expected, "use null")
+        config, pretrained = GPTConfig(**{**run.model, "vocab_size": given or n}), None
+    else:
+        from minigpt.checkpoints.init_from import find_start
+
+        pretrained = once(find_start, run.init_from, run.resume, folder)
+        config = _finetuned(run, pretrained.config)
+        corpus = once(load_corpus, run.data, pretrained.tokenizer.to_dict())
+    corpus.check_length(config.block_size)
+    return corpus, config, pretrained
+
+
+def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
+    """Return the architecture of `init_from` with the values of `model` that may differ from it."""
+    given = {name: value for name, value in run.model.items() if value is not None}
+    wanted = GPTConfig.from_dict({**config.to_dict(), **given})
+    longest = integer(1, config.block_size)
+    require("model.block_size", wanted.block_size, *longest, f"init_from={run.init_from} has no more")
+    for name, value in given.items():
+        if name not in SETTABLE:
+            expected = getattr(config, name)
+            phrase = f"{expected}, as in init_from={run.init_from}"
+            require(f"model.{name}", value, [expected].__contains__, phrase, "remove it")
+    return wanted
+
+
 def _find_own_modules(cfg: DictConfig) -> None:
     """Let modules of the working folder be imported if a `_target_` names one that is not installed."""
     packages = re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())
-
-
-@contextmanager
-def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection, and torchmetrics without its optional packages.
-
-    The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
-    """
-    gc.disable()
-    try:
-        optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
-        optional.available = False  # torchmetrics would import transformers and matplotlib, for metrics of no run
-        scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # and scipy.signal
-        try:
-            import_module("torchmetrics")
-        finally:
-            del optional.available
-            if scipy is None:
-                del sys.modules["scipy"]
-        yield
-    finally:
-        gc.freeze()
-        gc.unfreeze()  # into the oldest generation, which is rarely collected
-        gc.enable()

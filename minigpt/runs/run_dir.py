@@ -1,13 +1,12 @@
-"""A run folder: its lock, `runs/latest`, logs, metrics and summary."""
+"""A run folder: its lock, `runs/latest`, logs and summary."""
 
-import csv
 import os
 import re
 import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minigpt.distributed.process_group import RESTARTS
+from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.scripts import INSTALLED, ROOT, usage
-from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line, warn
+from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
 LATEST = "latest"  # link to the newest run, beside the run folders
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
-SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
 ORIGINALITY_HEADER = "── originality ──"
 # The header of a sample, of the table at the end of a run, or one that a full disk cut off
 _HEADER = re.compile(rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)")
@@ -105,68 +104,12 @@ def truncate_logs(folder: Path, step: int) -> None:
     if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
-    metrics, samples = folder / METRICS, folder / SAMPLES
-    if metrics.exists():
-        names, rows = read_rows(metrics)
-        valid = [row for row in rows if _parse(row)]
-        if len(valid) < len(rows):
-            warn(f"{metrics} is damaged; {len(rows) - len(valid)} of its rows are dropped")
-        if kept := [row for row in valid if int(row["step"]) <= step]:
-            write_rows(metrics, names, kept)
-        else:
-            metrics.unlink()
-    if samples.exists():
+    truncate_metrics(folder / METRICS, step)
+    if (samples := folder / SAMPLES).exists():
         text = samples.read_text(encoding="utf-8", errors="replace")
         later = (header.start() for header in _HEADER.finditer(text) if header[1] is None or int(header[1]) > step)
         with atomic_write(samples) as partial:
             partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
-
-
-def read_samples(folder: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each sample in `samples.txt`; none if it is missing."""
-    file = folder / SAMPLES
-    parts = SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
-    texts = (part.partition(ORIGINALITY_HEADER)[0].strip() for part in parts[2::2])
-    return list(zip(map(int, parts[1::2]), texts, strict=True))
-
-
-def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """Read the columns of `metrics.csv`, each a list of (step, value).
-
-    Raises:
-        ValueError: a row is damaged.
-    """
-    columns: dict[str, list[tuple[int, float]]] = {}
-    for row in read_rows(file)[1]:
-        if (parsed := _parse(row)) is None:
-            raise ValueError(f"a row is not a measurement: {','.join(map(str, row.values()))}")
-        for name, value in parsed[1].items():
-            columns.setdefault(name, []).append((parsed[0], value))
-    return columns
-
-
-def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the column names and the rows of `metrics.csv`; an incomplete last line, of a killed run, is ignored."""
-    with open(file, newline="", encoding="utf-8", errors="replace") as lines:
-        reader = csv.DictReader((line for line in lines if line.endswith("\n")), quoting=csv.QUOTE_NONE)
-        return list(reader.fieldnames or []), list(reader)
-
-
-def write_rows(file: Path, names: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    """Write `metrics.csv`."""
-    with atomic_write(file) as partial, open(partial, "w", newline="", encoding="utf-8") as output:
-        writer = csv.DictWriter(output, names)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
-    """Return the step and the metrics of a row; None if the row is damaged."""
-    try:
-        metrics = {name: float(value) for name, value in row.items() if name != "step" and value != ""}
-        return (int(row["step"]), metrics) if metrics else None
-    except (KeyError, TypeError, ValueError):  # a row that is too short or too long has None as a value or a name
-        return None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

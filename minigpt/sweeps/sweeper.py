@@ -32,7 +32,7 @@ from minigpt.runs.overrides import (
     relevant_settings,
     short_names,
 )
-from minigpt.runs.parts import load_parts
+from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (

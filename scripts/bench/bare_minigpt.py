@@ -23,7 +23,7 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.device import has_bfloat16
 from minigpt.model import GPT
-from minigpt.runs.parts import partial_from_config
+from minigpt.runs.trainer import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
 
 FIRST_STEPS = 10  # of a GPU: they compile

@@ -17,7 +17,8 @@ from small_runs import ROOT, wait_until
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
-from minigpt.runs.run_dir import read_metrics, read_summary
+from minigpt.runs.metrics_csv import read_metrics
+from minigpt.runs.run_dir import read_summary
 
 SECONDS = 300  # for a run, or its end after a fault; collectives alone wait for 30 minutes
 SETTINGS = ["log_every=1", "schedule=constant", "schedule.warmup_steps=5"]

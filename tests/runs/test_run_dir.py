@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from minigpt.language_model import LanguageModel
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.progress_bar import Progress
-from minigpt.runs.history import plot_curves
-from minigpt.runs.metrics_csv import MetricsCSV
+from minigpt.runs.curves import plot_curves
+from minigpt.runs.metrics_csv import append_metrics, read_metrics
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.errors import UserError
 
@@ -29,11 +30,10 @@ def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
     folder = new_folder(runs, name)
     with run_dir.lock_run_dir(folder):
         run_dir.update_latest_link(folder)
-        logger = MetricsCSV(folder / "metrics.csv")
         for step in range(10, 110, 10):
-            logger.log_metrics({"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step}, step)
+            append_metrics(folder / "metrics.csv", {"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step}, step)
         for step, loss in zip((50, 100), val_losses, strict=False):
-            logger.log_metrics({"val_loss": loss}, step)
+            append_metrics(folder / "metrics.csv", {"val_loss": loss}, step)
     return folder
 
 
@@ -87,20 +87,20 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     assert complete_overrides(["resume=auto", "resume=runs/second"]) == ["resume=auto", "resume=runs/second"]
 
 
-def test_metrics_are_read_as_they_were_written_also_by_a_resumed_run(tmp_path):
+def test_metrics_are_read_as_they_were_written(tmp_path):
     file, expected = tmp_path / "metrics.csv", {}
     rows = [
         (1, {"train_loss": 0.1 + 0.2, "tokens": 768}),
         (1, {"val_loss": 1e-17}),
         (2, {"train_loss": 3.25, "tokens": 1536, "learning_rate": 6e-4}),
         (2, {"lr-AdamW": 0.1, "val_loss": 2.0}),  # of another callback: a column that appears later
+        (3, {"train_loss": 1.0, "epoch": 0}),
     ]
-    first, resumed = MetricsCSV(file), MetricsCSV(file)
-    for logger, (step, metrics) in [*((first, row) for row in rows), (resumed, (3, {"train_loss": 1.0, "epoch": 0}))]:
-        logger.log_metrics(metrics, step)
+    for step, metrics in rows:
+        append_metrics(file, metrics, step)
         for name, value in metrics.items():
             expected.setdefault(name, []).append((step, value))
-        assert run_dir.read_metrics(file) == expected  # on disk as soon as it is measured
+        assert read_metrics(file) == expected  # on disk as soon as it is measured
     assert len(file.read_text().splitlines()) == 6  # one header
 
 
@@ -114,6 +114,16 @@ def test_the_curves_show_the_training_loss_and_every_validation_loss(tmp_path):
     orange = np.array([255, 127, 14]) / 255  # the validation curve, in matplotlib's colors
     pixels = [(np.abs(picture[..., :3] - orange).max(axis=-1) < 0.01).sum() for picture in pictures]
     assert pixels[0] > 100 > pixels[2] == 0
+
+
+def test_a_short_run_has_its_best_loss_in_the_legend_where_no_frame_cuts_it(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    (tmp_path / "metrics.csv").write_text("step,val_loss\n1,2.5\n")
+    plot_curves(tmp_path, {"best_val_loss": 2.5, "best_step": 1})
+    (losses, _) = drawn[0].axes
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["validation", "best 2.5000"]
+    assert not losses.texts
 
 
 def test_the_summary_is_written_as_json(tmp_path):

@@ -14,7 +14,8 @@ from hydra.errors import InstantiationException
 from robustness.faults.server import serve
 from small_runs import composed, rows, wandb_records
 
-from minigpt.runs.run_dir import read_samples, read_summary
+from minigpt.extras.playground.history import read_samples
+from minigpt.runs.run_dir import read_summary
 from minigpt.runs.trainer import instantiate_group
 from minigpt.runs.wandb_logger import sync_command
 from minigpt.utils.signals import Interrupted

@@ -28,9 +28,9 @@ from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads
 from minigpt.model import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
-from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
+from minigpt.runs.lightning_workarounds import set_up_process
 from minigpt.runs.overrides import given_settings, relevant_settings
-from minigpt.runs.parts import partial_from_config
+from minigpt.runs.trainer import partial_from_config
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
@@ -162,8 +162,7 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
 
     The first half does not count: memory is allocated and kernels are compiled.
     """
-    keep_freed_memory()
-    silence_lightning()
+    set_up_process()
     accelerator = cfg.trainer.accelerator
     precision: Any = cfg.trainer.precision
     if precision == "auto":

@@ -45,7 +45,7 @@ def export_html(
 
     Args:
         weight_format: one of `BYTES_PER_WEIGHT`. Vectors are float32 in both.
-        history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
+        history: the losses and samples of its training, from `minigpt.extras.playground.history.read_history`.
         snapshots: of its run, by step; evenly spaced ones among them, as many as fit into `MAX_PAGE_BYTES`.
         learned: their measurements, from `minigpt.extras.interpret.learning`.
 

@@ -15,7 +15,8 @@ from minigpt.distributed.process_group import gather_objects
 from minigpt.run_config import RunConfig
 from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
 from minigpt.runs.callbacks.progress_bar import Progress
-from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
+from minigpt.runs.metrics_csv import read_metrics
+from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
@@ -128,10 +129,11 @@ class MetricsCallback(Callback):
         self._update_seconds()
         self._clock = None
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if self._progress:
-            batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
-            self._progress.log_validation(batch, int(trainer.num_val_batches[0]))
+            self._progress.log_validation(batch_idx + 1, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         loss, val = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus.val  # type: ignore[attr-defined]

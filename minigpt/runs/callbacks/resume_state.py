@@ -32,9 +32,9 @@ class ResumeState(Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         check_saved(pl_module.model)
         checkpoint.update(self.contents)
-        batches = trainer.global_step * trainer.accumulate_grad_batches
-        every = trainer.val_check_batch or float("inf")
-        checkpoint["validation_due"] = batches % every == 0 and self.validated_step != trainer.global_step
+        step, every = trainer.global_step, trainer.val_check_interval // trainer.accumulate_grad_batches
+        validates = step % every == 0 or step == pl_module.max_steps
+        checkpoint["validation_due"] = validates and self.validated_step != step
         cuda = torch.cuda.get_rng_state() if pl_module.device.type == "cuda" else None
         checkpoint["rng"] = gather_objects({"torch": torch.get_rng_state(), "cuda": cuda})
 

@@ -10,7 +10,7 @@ from minigpt.checkpoints.find import BEST
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import INDEX, NGRAMS, Index, build_index
 from minigpt.extras.interpret.validation_split import find_corpus
-from minigpt.runs.run_dir import read_samples
+from minigpt.extras.playground.history import read_samples
 
 
 def random_text(seed: int, length: int, alphabet: str) -> str:

@@ -17,7 +17,7 @@ from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_si
 from minigpt.language_model import LanguageModel
 from minigpt.run_config import RunConfig
 from minigpt.runs.overrides import complete_overrides, given_settings
-from minigpt.runs.parts import load_parts
+from minigpt.runs.run import load_parts
 from minigpt.utils.errors import UserError
 
 

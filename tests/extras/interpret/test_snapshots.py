@@ -9,8 +9,8 @@ import torch
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, find_snapshots
 from minigpt.checkpoints.format import read
+from minigpt.extras.interpret.snapshots import log_spaced
 from minigpt.model import GPT
-from minigpt.runs.callbacks.snapshots import log_spaced
 from minigpt.utils.errors import UserError
 
 STEPS = [0, *range(1, 11), 12, 13, 15, 17, 20]  # round(20 ** (i / 22)) for i up to 22, and 0

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from matplotlib.figure import Figure
 
-from minigpt.runs.history import plot_curves, read_history
+from minigpt.extras.playground.history import read_history
 
 
 def test_the_history_of_a_run_has_its_losses_and_samples(finished):
@@ -28,16 +27,6 @@ def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
     assert curve[-1] == [12_345, 1 / 12_345]
     assert (history["val_loss"], history["samples"]) == ([], [])
     assert "NaN" not in json.dumps(history)
-
-
-def test_a_short_run_has_its_best_loss_in_the_legend_where_no_frame_cuts_it(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
-    (tmp_path / "metrics.csv").write_text("step,val_loss\n1,2.5\n")
-    plot_curves(tmp_path, {"best_val_loss": 2.5, "best_step": 1})
-    (losses, _) = drawn[0].axes
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["validation", "best 2.5000"]
-    assert not losses.texts
 
 
 def test_a_folder_without_metrics_has_no_history(tmp_path):

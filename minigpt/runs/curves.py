@@ -1,14 +1,11 @@
-"""The history of a run: `curves.png`, and for the page its losses over steps and the samples of its validations."""
+"""The plot `curves.png` of a run."""
 
-import csv
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.run_dir import CURVES, METRICS, read_metrics, read_samples
-
-MAX_POINTS = 500  # of a curve
+from minigpt.runs.metrics_csv import read_metrics
+from minigpt.runs.run_dir import CURVES, METRICS
 
 
 def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
@@ -33,23 +30,3 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
     figure.savefig(folder / CURVES, dpi=120)
-
-
-def read_history(folder: Path) -> dict[str, Any] | None:
-    """Return `train_loss` and `val_loss`, lists of [step, loss], and `samples`, a list of step and text.
-
-    Long curves are thinned, and losses that are not finite are left out. None: the folder holds no readable metrics.
-    """
-    try:
-        columns = read_metrics(folder / METRICS)
-    except (OSError, ValueError, csv.Error):
-        return None
-    curves = {name: _thin(columns.get(name, [])) for name in ("train_loss", "val_loss")}
-    return {**curves, "samples": [{"step": step, "text": text} for step, text in read_samples(folder)]}
-
-
-def _thin(points: list[tuple[int, float]]) -> list[list[float]]:
-    """Keep at most about `MAX_POINTS` points, the last one among them."""
-    finite = [[step, loss] for step, loss in points if isfinite(loss)]
-    every = -(-len(finite) // MAX_POINTS) or 1
-    return finite[::-every][::-1]
