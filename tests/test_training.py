@@ -286,11 +286,10 @@ SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd"
 
 def language_model(recipe, *overrides, **settings):
     """Return a small model with the optimizer of a recipe."""
-    make = unscale_before_clipping(
-        partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
-    )
+    make = partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
     model = GPT(GPTConfig(**SMALL | settings))
-    return LanguageModel(model, optimizer=make, schedule=lambda step, max_steps: 1.0, max_steps=10)
+    settings = {"optimizer": lambda model: unscale_before_clipping(make(model)), "max_steps": 10}
+    return LanguageModel(model, schedule=lambda step, max_steps: 1.0, **settings)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon_fast"])

@@ -93,10 +93,11 @@ def fit(
     with shared_errors():
         model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
         model.checkpoint_blocks = run.checkpoint_blocks
+        make_optimizer, schedule = (partial_from_config(key, getattr(run, key)) for key in ("optimizer", "schedule"))
         module = LanguageModel(
             model,
-            optimizer=unscale_before_clipping(partial_from_config("optimizer", run.optimizer)),
-            schedule=partial_from_config("schedule", run.schedule),
+            optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
+            schedule=schedule,
             max_steps=run.max_steps,
             compile=run.compile,
         )
@@ -116,11 +117,9 @@ def fit(
         if outcome["status"] != "paused":
             seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
             sample, outcome["originality"] = sample_best(trainer, module, corpus, run, seconds)
-    except (Interrupted, KeyboardInterrupt) as error:
-        outcome["status"], exit_code = "interrupted", explain(error)[1]
-        raise
-    except SystemExit:  # of submitit, which has requeued the job
-        outcome["status"], exit_code = "interrupted", os.EX_TEMPFAIL
+    except (Interrupted, KeyboardInterrupt, SystemExit) as error:  # SystemExit: submitit has requeued the job
+        outcome["status"] = "interrupted"
+        exit_code = os.EX_TEMPFAIL if isinstance(error, SystemExit) else explain(error)[1]
         raise
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
@@ -175,9 +174,9 @@ def find_checkpoint_of_ranks(
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search
             path, step, before, changed = find_resumed(run.resume, folder, saved, warn_and_log)
-            done = run_dir.completed_summary(folder, step, run.max_steps) if run.resume == "auto" and path else None
-            if done and changed and step < run.max_steps:  # it stopped early with other settings
-                done = None
+            done = None
+            if run.resume == "auto" and path:
+                done = run_dir.completed_summary(folder, step, run.max_steps, changed=changed)
             if done and done.get("checkpoint") and not (folder / BEST).exists():
                 warn(f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing")
             found = path, step, before, done

@@ -12,7 +12,7 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -68,18 +68,10 @@ def is_resume_error(error: Exception) -> bool:
     return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
 
 
-def unscale_before_clipping(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `make`, whose optimizers let Lightning unscale gradients before it clips them, in precision 16-mixed.
-
-    A fused optimizer would unscale them in its step, which is after clipping.
-    """
-
-    def make_optimizer(model: Any) -> Any:
-        optimizer = make(model)
-        optimizer._step_supports_amp_scaling = False
-        return optimizer
-
-    return make_optimizer
+def unscale_before_clipping(optimizer: Any) -> Any:
+    """Make Lightning unscale gradients of precision 16-mixed before clipping; a fused step would do it afterwards."""
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 def set_up_process() -> None:

@@ -1,7 +1,8 @@
 """The file `metrics.csv` of a run: one row per measurement, on disk at once, so that a killed run keeps its metrics."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from minigpt.utils.files import atomic_write
@@ -15,14 +16,17 @@ _COLUMNS = (
 
 def append_metrics(file: Path, metrics: Mapping[str, float], step: int | None) -> None:
     """Append a row; a metric of another callback, outside `_COLUMNS`, gets a column when it first appears."""
-    with open(file, "a+", newline="", encoding="utf-8") as appended:
-        appended.seek(0)
-        names = next(csv.reader(appended), [])
-        if metrics.keys() <= set(names):
-            csv.DictWriter(appended, names).writerow({"step": step, **metrics})
+    row = {"step": step, **metrics}
+    if not file.exists():
+        _write_rows(file, dict.fromkeys([*_COLUMNS, *metrics]), [row])
+        return
+    with open(file, "r+", newline="", encoding="utf-8") as opened:
+        names = next(csv.reader(opened))
+        if metrics.keys() <= {*names}:
+            opened.seek(0, os.SEEK_END)
+            csv.DictWriter(opened, names).writerow(row)
             return
-    names = list(dict.fromkeys([*(names or _COLUMNS), *metrics]))
-    _write_rows(file, names, [*_read_rows(file)[1], {"step": step, **metrics}])
+    _write_rows(file, dict.fromkeys([*names, *metrics]), [*_read_rows(file)[1], row])
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,7 +65,7 @@ def _read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(reader.fieldnames or []), list(reader)
 
 
-def _write_rows(file: Path, names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+def _write_rows(file: Path, names: Collection[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Write `metrics.csv`."""
     with atomic_write(file) as partial, open(partial, "w", newline="", encoding="utf-8") as output:
         writer = csv.DictWriter(output, names)

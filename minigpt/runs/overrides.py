@@ -13,7 +13,6 @@ from minigpt.utils.cli import written_as
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import ROOT
 
-CONFIGS = ROOT / "configs"
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 # Keys whose values are taken literally, not in Hydra's syntax; in a sweep, commas separate several of the first.
@@ -79,8 +78,8 @@ def _check(overrides: Sequence[str]) -> None:
         if flag and (equals or "_" in key):
             written = f"{written_as(flag[2])}={value or '…'}"
             raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
-        if value == "null" and "." not in key and key not in ("experiment", "debug") and (CONFIGS / key).is_dir():
-            choices = sorted(file.stem for file in (CONFIGS / key).glob("*.yaml"))
+        if value == "null" and key not in ("experiment", "debug") and (group := ROOT / "configs" / key).is_dir():
+            choices = sorted(file.stem for file in group.glob("*.yaml"))
             raise UserError(f"{override} is not a choice; write {key}= with one of {', '.join(choices)}")
 
 

@@ -47,27 +47,23 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(each, str) and each[:1] != "-" for each in overrides):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
+    from hydra import compose, initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+
     try:
-        return _train(overrides)
+        overrides = complete_overrides(overrides)
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            cfg = compose("train", overrides=overrides, return_hydra_config=True)
+        folder = Path(cfg.hydra.run.dir).absolute()
+        with open_dict(cfg):
+            cfg.hydra.runtime.output_dir = str(folder)
+            HydraConfig.instance().set_config(cfg)
+            del cfg.hydra
+        train_in(folder, cfg)
     except Exception as error:
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
         raise UserError(error_text(error)) from error  # of Hydra
-
-
-def _train(overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.hydra_config import HydraConfig
-
-    overrides = complete_overrides(overrides)
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=overrides, return_hydra_config=True)
-    folder = Path(cfg.hydra.run.dir).absolute()
-    with open_dict(cfg):
-        cfg.hydra.runtime.output_dir = str(folder)
-        HydraConfig.instance().set_config(cfg)
-        del cfg.hydra
-    train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}
 
 

@@ -149,13 +149,16 @@ def write_failure(folder: Path, reason: str) -> None:
     write_summary(folder, {"status": "failed", "reason": reason})
 
 
-def completed_summary(folder: Path, step: int, max_steps: int) -> dict[str, Any] | None:
-    """Return the summary of a completed run whose last checkpoint is of `step`; None if it can resume."""
+def completed_summary(folder: Path, step: int, max_steps: int, *, changed: bool = False) -> dict[str, Any] | None:
+    """Return the summary of a completed run whose last checkpoint is of `step`; None if it can resume.
+
+    A run that stopped early can resume if its settings are `changed`.
+    """
     try:
         summary = read_summary(folder)
     except ValueError:
         return None
-    done = step >= max_steps or summary.get("stopped_early") is True
+    done = step >= max_steps or (summary.get("stopped_early") is True and not changed)
     return summary if done and summary.get("status") == "completed" else None
 
 

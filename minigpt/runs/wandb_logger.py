@@ -71,15 +71,12 @@ class Wandb(WandbLogger):
             self.lost = True
 
 
-def wandb_logger(
-    folder: str | Path, *, name: str | None, timeout: float, offline: bool = False, **options: Any
-) -> Wandb | None:
+def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **options: Any) -> Wandb | None:
     """Start or resume the W&B run of a run folder; None on all ranks but 0.
 
     Args:
         name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        offline: the same as mode="offline".
         options: of `wandb.init`. Without `id`, it is that of the run which the folder holds.
 
     Raises:
@@ -103,12 +100,8 @@ def wandb_logger(
     where = os.path.abspath(folder)  # wandb's own process can have another working directory
     options = {"resume": "allow", "dir": where, "name": name or folder.name} | options
     options["id"] = str(options.get("id") or (parts[-1][1] if parts else "")) or None
-    given = options.pop("mode", None) or os.environ.get("WANDB_MODE")
-    given = {"dryrun": "offline", "run": "online"}.get(str(given), given)  # their old names
-    require(
-        "logger.wandb.mode or WANDB_MODE", given or None, *or_null(one_of(("online", "offline", "disabled", "shared")))
-    )
-    mode: Any = "offline" if offline else given
+    mode: Any = options.pop("mode", None) or os.environ.get("WANDB_MODE") or None
+    require("logger.wandb.mode or WANDB_MODE", mode, *or_null(one_of(("online", "offline", "disabled", "shared"))))
     if not mode:
         has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
         mode = "online" if has_key else "offline"

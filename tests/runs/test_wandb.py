@@ -93,12 +93,11 @@ def logger_of(folder, *options):
 
 
 @pytest.mark.usefixtures("logged_out")
-@pytest.mark.parametrize("offline", ["+wandb.mode=offline", "+wandb.offline=true"])
-def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch, offline):
+def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")  # which the command line overrides
     more = ["wandb.project=p", "wandb.entity=e", "wandb.group=g", "wandb.tags=[t]", "wandb.name=n", "wandb.timeout=20"]
     for given in ([*more, "+wandb.id=fox-run-1", "+wandb.resume=must"], []):  # the id is that of the folder
-        logger = logger_of(os.path.relpath(tmp_path), offline, *given)
+        logger = logger_of(os.path.relpath(tmp_path), "+wandb.mode=offline", *given)
         found = logger.experiment.settings
         assert (found.run_id, found.resume, found.mode) == ("fox-run-1", "must" if given else "allow", "offline")
         names = found.project, found.entity, found.run_group, found.run_tags, found.run_name
