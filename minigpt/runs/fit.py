@@ -1,4 +1,8 @@
-"""One training run whose settings are checked: prepare all parts, train, report."""
+"""Continue the run that `run.py` has started: prepare the model and the Trainer, train, sample and report.
+
+This is where torch and Lightning are first imported. The Trainer is built in `trainer.py`; what it repeats is the
+`LanguageModel` of `minigpt/language_model.py`.
+"""
 
 import os
 import platform
@@ -30,7 +34,6 @@ from minigpt.language_model import LanguageModel
 from minigpt.model import GPT
 from minigpt.run_config import RunConfig
 from minigpt.runs import run_dir
-from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.callbacks.metrics import MetricsCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text
@@ -101,7 +104,7 @@ def fit(
             max_steps=run.max_steps,
             compile=run.compile,
         )
-        trainer = build_trainer(run, folder, state, metrics, CollectiveTimeout(run.collective_timeout))
+        trainer = build_trainer(run, folder, state, metrics)
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
 

@@ -24,6 +24,7 @@ from minigpt.device import training_precision
 from minigpt.distributed.process_group import started_together
 from minigpt.distributed.strategies import DDP
 from minigpt.run_config import Node, RunConfig
+from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.callbacks.resume_state import EMACallback
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.runs.lightning_workarounds import set_up_process
@@ -43,11 +44,10 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     set_up_process()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    of_config = instantiate_group("callbacks", run.callbacks)
-    callbacks = (*callbacks, *of_config)
+    callbacks += (CollectiveTimeout(run.collective_timeout), *instantiate_group("callbacks", run.callbacks))
     callbacks += () if run.ema_decay is None else (EMACallback(run.ema_decay),)
-    options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
     callbacks += (GracefulShutdown(sync_every=run.log_every),)
+    options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
     started = started_together()
     if started:
         options["num_nodes"], per_node = started
