@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import ROOT
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
-_DICT = re.compile(r"(?<!\$)\{")  # in an override
 # Keys whose values are taken literally, not in Hydra's syntax; in a sweep, commas separate several of the first.
 _PATHS = ("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "init_from", "resume")
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
@@ -132,51 +131,6 @@ def given_settings(overrides: Sequence[str]) -> set[str]:
         elif PLANNED_GROUPS.get(key) != value:
             given.add(key)
     return given
-
-
-def by_name(overrides: Sequence[str]) -> dict[str, str]:
-    """Map names to overrides, in order: the key, and `key#2` where a key acts again.
-
-    Of two values the last acts. Hydra merges dicts, and a group takes a choice and dicts, so all of these stay.
-    """
-    acting: list[str] = []
-    for override in overrides:
-        key = override.partition("=")[0]
-        if re.match(r"(\+\+)?[^+~]", key) and not _DICT.search(override):
-            replaced = (key, key.removeprefix("++"))
-            acting = [old for old in acting if _DICT.search(old) or old.partition("=")[0] not in replaced]
-        acting.append(override)
-    keys = [override.partition("=")[0] for override in acting]
-    names = [key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)]
-    return dict(zip(names, acting, strict=True))
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Map dotted settings to their last part where that is unique."""
-    leaves = [name.rpartition(".")[2] for name in names]
-    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
-
-
-def is_relevant(override: str) -> bool:
-    """Return whether an override, or a setting, changes what a run computes; so does `resume=` with a path."""
-    group = re.split("[./@=]", override.lstrip("+~"))[0]
-    return group not in ("pause_at", "logger") and override not in ("resume=None", "resume=null", "resume=auto")
-
-
-def relevant_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a configuration, not resolved, that change what a run computes, by dotted key."""
-    from omegaconf import OmegaConf
-
-    config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
-    return {key: value for key, value in _flat(config) if is_relevant(f"{key}={value}")}
-
-
-def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from ((f"{key}.{name}", each) for name, each in _flat(value))
-        else:
-            yield key, value
 
 
 def quote_override(value: object) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minigpt.runs.overrides import short_names
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.comparison import Comparison, compare
 from minigpt.sweeps.results import BITS, COMPLETED, DIVERGED, NATS, SKIPPED, Point
+from minigpt.sweeps.settings import short_names
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from minigpt.runs.overrides import short_names
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
+from minigpt.sweeps.settings import short_names
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line

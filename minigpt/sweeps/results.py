@@ -17,8 +17,8 @@ from typing import Any
 import yaml  # a dependency of Hydra
 
 from minigpt.runs.metrics_csv import read_metrics
-from minigpt.runs.overrides import by_name, is_relevant, relevant_settings
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
+from minigpt.sweeps.settings import by_name, is_relevant, relevant_settings
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json

@@ -22,16 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from minigpt.run_config import RunConfig, check_hydra
-from minigpt.runs.overrides import (
-    by_name,
-    complete_overrides,
-    is_relevant,
-    literal,
-    quote_override,
-    quote_path,
-    relevant_settings,
-    short_names,
-)
+from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
@@ -47,6 +38,7 @@ from minigpt.sweeps.results import (
     refresh,
     write_plan,
 )
+from minigpt.sweeps.settings import by_name, is_relevant, relevant_settings, short_names
 from minigpt.utils.checks import BOOLEAN
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
