@@ -127,17 +127,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def run_status(folder: Path) -> str:
-    """Return "running", or how a run ended, with the reason of a failure; empty if nothing is known."""
-    if is_locked(folder):
-        return "running"
-    try:
-        summary = read_summary(folder)
-    except (OSError, ValueError):
-        return ""
-    return ": ".join(filter(None, (summary.get("status"), summary.get("reason"))))
-
-
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,12 +19,11 @@ from minigpt.extras.interpret.originality import compare
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.extras.playground.export_html import MAX_MAP_TOKENS, describe
-from minigpt.extras.playground.history import read_history
+from minigpt.extras.playground.history import read_history, run_status
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.generation import check_ids
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
-from minigpt.runs.run_dir import run_status
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require
 

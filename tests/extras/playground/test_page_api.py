@@ -17,8 +17,9 @@ from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
 from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
+from minigpt.extras.playground.history import run_status
 from minigpt.generation import score
-from minigpt.runs.run_dir import lock_run_dir, run_status
+from minigpt.runs.run_dir import lock_run_dir
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
