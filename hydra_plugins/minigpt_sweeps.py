@@ -1,19 +1,25 @@
-"""The sweepers and launchers of minigpt, in the package that Hydra searches for plugins."""
+"""The sweepers and launchers of minigpt, in the package that Hydra searches for plugins.
 
-from minigpt.sweeps import launcher, search, sweeper
+Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it.
+"""
 
+from pkgutil import resolve_name
+from typing import Any
 
-class Grid(sweeper.Grid):
-    """Every combination of the values of several settings."""
-
-
-class Search(search.Search):
-    """A search with optuna."""
-
-
-class Joblib(launcher.Joblib):
-    """Worker processes of this machine."""
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.plugin import Plugin
+from hydra.plugins.sweeper import Sweeper
 
 
-class Submitit(launcher.Submitit):
-    """Jobs of SLURM, or processes of this machine that submitit starts."""
+def _plugin(base: type[Plugin], target: str) -> Any:
+    """Return a class whose call instantiates `target`; to Hydra it is a plugin without abstract methods."""
+    created = type(target.rpartition(":")[2], (base,), {"__module__": __name__})
+    created.__new__ = lambda cls, **options: resolve_name(target)(**options)  # type: ignore[assignment]
+    created.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    return created
+
+
+Grid = _plugin(Sweeper, "minigpt.sweeps.sweeper:Grid")
+Search = _plugin(Sweeper, "minigpt.sweeps.search:Search")
+Joblib = _plugin(Launcher, "minigpt.sweeps.launcher:Joblib")
+Submitit = _plugin(Launcher, "minigpt.sweeps.launcher:Submitit")

@@ -30,8 +30,8 @@ from minigpt.model import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.lightning_workarounds import set_up_process
 from minigpt.runs.overrides import given_settings
-from minigpt.runs.trainer import partial_from_config
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
+from minigpt.runs.trainer import partial_from_config
 from minigpt.sweeps.settings import relevant_settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
