@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
-from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Array, Comparison
+from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
 from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
 
@@ -28,41 +27,14 @@ def answer(rows: Sequence[Row]) -> list[str]:
         return ["No run has completed with a loss, so nothing can be compared.", *told]
     if reason := incomparable(rows):
         return [reason, *told]
-    if diverged := sum(bool(row.losses) and not row.provisional for row in rows) - len(complete):
+    if diverged := sum(not row.provisional for row in rows) - len(complete):
         told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared.")
     lowest = _lowest(complete, rows)
     if comparison is None or len(complete) == 1:
         reason, *advice = _unknown_noise(complete)
         return [f"{lowest} {reason}", *advice, *told]
-    grid, incomplete = Grid.of(complete), "The grid is incomplete, so the effects of single settings are not estimated."
-    described = _settings(grid, comparison, rows) if grid else [incomplete]
-    return [f"{lowest} {_others(complete)}", *described, *_noise(complete), *_late(complete), *told]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Rows that are all combinations of the values of K settings.
-
-    Args:
-        levels: the values of each setting, in order.
-        places: index of the value of each setting in each row.  (R, K)
-    """
-
-    rows: Sequence[Row]
-    levels: dict[str, list[str]]
-    places: Array
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Grid | None":
-        """Return the grid of rows; None if combinations are missing."""
-        levels = {}
-        for name in rows[0].short_names:
-            values = list(dict.fromkeys(row.value(name) for row in rows))
-            levels[name] = sorted(values, key=float) if len(numbers(rows, name)) == len(values) else values
-        levels = {name: values for name, values in levels.items() if len(values) > 1}
-        places = np.array([[values.index(row.value(name)) for name, values in levels.items()] for row in rows])
-        full = len(rows) > 1 and len(rows) == prod(map(len, levels.values()))
-        return cls(rows, levels, places) if full else None
+    settings = _settings(complete, comparison, rows)
+    return [f"{lowest} {_others(complete)}", *settings, *_noise(complete), *_late(complete), *told]
 
 
 def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:
@@ -87,28 +59,38 @@ def _others(rows: Sequence[Row]) -> str:
     return f"{worse}; the differences of the rest are within the noise{cheaper}."
 
 
-def _settings(grid: Grid, comparison: Comparison, rows: Sequence[Row]) -> Iterator[str]:
-    """Describe each setting of a grid, that with the largest effect first."""
-    described = [_setting(grid, comparison, k, rows) for k in range(len(grid.levels))]
-    yield from (text for _, text in sorted(described, reverse=True))
+def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]) -> list[str]:
+    """Describe each setting, that with the largest effect first, if all combinations of their values are compared."""
+    levels = {}
+    for name in complete[0].short_names:
+        values = list(dict.fromkeys(row.value(name) for row in complete))
+        if len(values) > 1:
+            levels[name] = sorted(values, key=float) if len(numbers(complete, name)) == len(values) else values
+    if len(complete) != prod(map(len, levels.values())):
+        return ["The grid is incomplete, so the effects of single settings are not estimated."]
+    effects = [_effect(name, levels, complete, comparison, rows) for name in levels]
+    return [text for _, text in sorted(effects, reverse=True)]
 
 
-def _setting(grid: Grid, comparison: Comparison, k: int, rows: Sequence[Row]) -> tuple[float, str]:
+def _effect(
+    name: str, levels: Mapping[str, Sequence[str]], complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]
+) -> tuple[float, str]:
     """Describe a setting by the mean losses of its values, and list the exceptions; return its effect, too."""
-    name, values = list(grid.levels.items())[k]
-    short, n, on_average = grid.rows[0].short_names[name], len(values), " on average" if len(grid.levels) > 1 else ""
-    member = (grid.places[:, k] == np.arange(n)[:, None]).astype(float)  # (values, R)
+    short, values, n = complete[0].short_names[name], levels[name], len(levels[name])
+    on_average = " on average" if len(levels) > 1 else ""
+    member = np.array([[row.value(name) == value for row in complete] for value in values], dtype=float)  # (values, R)
     weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]
-    worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(grid.levels))
+    worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(levels))
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
-    places = _exceptions(grid, comparison, k, best if worse else None)
+    usual = values[best] if worse else None
+    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
     if worse:
         near = worse[0]
         text = f"{short} matters: {values[best]} is better than {values[near]} by {worse_by[near]:.4f} ± "
         text += f"{margin[near]:.4f}{on_average}"
-        if len(worse) == n - 1 and len(numbers(grid.rows, name)) == n:
+        if len(worse) == n - 1 and len(numbers(complete, name)) == n:
             tried, value = numbers(rows, name), float(values[best])  # tried: also by runs that are not compared
             ends = {tried[-1]: "largest"} | ({} if value in (0, 1) else {tried[0]: "smallest"})
             text += f"; it is the {ends[value]} value, so the best may lie beyond" if value in ends else ""
@@ -121,19 +103,18 @@ def _setting(grid: Grid, comparison: Comparison, k: int, rows: Sequence[Row]) ->
     return float(worse_by.max()), f"{text}."
 
 
-def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
+def _exceptions(name: str, best: str | None, rows: Sequence[Row], comparison: Comparison) -> list[str]:
     """List the values of the other settings at which one has an effect or, given its best, another value is better."""
-    (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
-    found, unit = [], np.eye(len(grid.rows))
-    for place in np.unique(others, axis=0) if others.shape[1] else ():
-        rows = np.flatnonzero((others == place).all(1))
-        low = rows[np.argmin(comparison.means[rows])]
-        usual = rows[np.argmax(comparison.means[rows])] if best is None else rows[grid.places[rows, k] == best][0]
-        worse_by = comparison.means[usual] - comparison.means[low]
-        margin = comparison.margin(unit[[usual]] - unit[[low]], len(grid.rows))[0]
+    places: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        places.setdefault(row.label(name), []).append(i)
+    found, means, unit = [], comparison.means, np.eye(len(rows))
+    for where, of in places.items():
+        low = min(of, key=means.__getitem__)
+        usual = next((i for i in of if rows[i].value(name) == best), max(of, key=means.__getitem__))
+        worse_by, margin = means[usual] - means[low], comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
         if worse_by > margin:
-            where = grid.rows[low].label(name)
-            pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
+            pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
     return [text for _, text in sorted(found, reverse=True)]
 

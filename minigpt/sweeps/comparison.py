@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import scipy  # which imports scipy.stats when it is first used
 
 Array = npt.NDArray[np.float64]
 # Probability that an interval of a family does not hold; such that with a row of five times the noise of the others
@@ -52,13 +53,11 @@ class Comparison:
             contrasts: weights of the rows, each the difference of two means.  (K, R)
             n: number of means among which all differences are compared.
         """
-        from scipy.stats import t
-
         variances = np.sum(contrasts @ self.covariance * contrasts, axis=1)  # (K,)
         tukey = _range_quantile(error, n, self.freedom) * self.noise * np.sqrt(variances.clip(0) / 2)
         own = contrasts**2 * self.own_variances  # (K, R)
         freedom = own.sum(1) ** 2 / np.maximum(np.sum(own**2 / self.own_freedoms, axis=1), 1e-300)
-        return np.maximum(tukey, t.ppf(1 - error, np.maximum(freedom, 1)) * np.sqrt(own.sum(1)))
+        return np.maximum(tukey, scipy.stats.t.ppf(1 - error, np.maximum(freedom, 1)) * np.sqrt(own.sum(1)))
 
     def against(self, row: int) -> tuple[Array, Array]:
         """Return the differences of all rows from one, and half of their intervals.  (R,), (R,)"""
@@ -71,9 +70,7 @@ class Comparison:
 def _range_quantile(error: float, n: int, freedom: int) -> float:
     if n < 2:
         return 0.0
-    from scipy.stats import studentized_range
-
-    return float(studentized_range.ppf(1 - error, n, freedom))
+    return float(scipy.stats.studentized_range.ppf(1 - error, n, freedom))
 
 
 def compare(losses: Array) -> Comparison | None:
@@ -103,9 +100,7 @@ def compare(losses: Array) -> Comparison | None:
     parts = np.array([of_seeds / runs, noise * (runs - 1) / runs])
     variance = parts.sum()
     effective = variance**2 / max(float(np.sum(parts**2 / [seeds - 1, max(freedom, 1)])), 1e-300)
-    from scipy.stats import t
-
-    interval = t.ppf(0.975, max(effective, 1.0)) * np.sqrt(variance / counts)
+    interval = scipy.stats.t.ppf(0.975, max(effective, 1.0)) * np.sqrt(variance / counts)
     own, freedoms = np.full(rows, noise), np.full(rows, max(freedom, 1.0))
     for i in np.flatnonzero(counts >= LEAST_SEEDS) if rows > 1 else ():
         runs_of = row == i  # the noise in a row is by what the residual would fall without its runs

@@ -9,7 +9,6 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.comparison import Comparison, compare
@@ -170,12 +169,17 @@ def _differs(points: Sequence[Point], name: str) -> bool:
 
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
-    complete = [row for row in rows if row.losses and not row.provisional]
+    complete = [row for row in rows if not row.provisional]
     if complete:
         highest = DIVERGED * min(row.loss or 0.0 for row in complete)
         complete = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
-    known = complete and not incomparable(rows)
-    return complete, compare(seed_losses(complete)) if known else None
+    if not complete or incomparable(rows):
+        return complete, None
+    runs = [
+        {point.seed: loss for point in row.points if (loss := point.loss(row.unit)) is not None} for row in complete
+    ]
+    seeds = dict.fromkeys(seed for losses in runs for seed in losses)
+    return complete, compare(np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs]))
 
 
 def incomparable(rows: Sequence[Row]) -> str:
@@ -201,13 +205,6 @@ def highest_converged(losses: Sequence[float]) -> float:
     """Return the highest loss that is at most 5 times as far from the best as the median."""
     best = min(losses)
     return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))
-
-
-def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
-    """Return the loss of each row and seed; NaN where there is none.  (R, S)"""
-    runs = [{point.seed: loss for point in row.points if (loss := point.loss(row.unit)) is not None} for row in rows]
-    seeds = dict.fromkeys(seed for losses in runs for seed in losses)
-    return np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs])
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
