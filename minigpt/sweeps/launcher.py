@@ -22,7 +22,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -30,7 +29,7 @@ from tqdm import tqdm
 
 from minigpt.runs.overrides import quote_override
 from minigpt.runs.run import train
-from minigpt.runs.run_dir import LOG, SUMMARY, write_failure
+from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import Point
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text, explain
@@ -55,13 +54,10 @@ class Job:
         (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         with _busy, _output_to(folder / LOG):
             try:
-                (train if self.point.devices == 1 else _train_in_process)(self.overrides)
+                (train if self.point.settings["trainer.devices"] == 1 else _train_in_process)(self.overrides)
             except (Exception, Interrupted) as error:
                 print(explain(error)[0], file=sys.stderr)
-                reason = error_text(error)
-                if not (folder / SUMMARY).exists():  # it failed before it could write one
-                    write_failure(folder, reason)
-                raise RunError(reason) from None
+                raise RunError(error_text(error)) from None
 
     def checkpoint(self) -> Any:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
@@ -112,7 +108,7 @@ class Launcher(hydra_launcher.Launcher):
         self.config = config
         self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
         """Run all jobs, one per point; they write their results into their folders.
 
         Raises:

@@ -175,9 +175,7 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
         complete = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
     if not complete or incomparable(rows):
         return complete, None
-    runs = [
-        {point.seed: loss for point in row.points if (loss := point.loss(row.unit)) is not None} for row in complete
-    ]
+    runs = [{point.seed: point.loss(row.unit) for point in row.points} for row in complete]
     seeds = dict.fromkeys(seed for losses in runs for seed in losses)
     return complete, compare(np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs]))
 

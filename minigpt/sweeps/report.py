@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from hydra.utils import instantiate
 
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
@@ -96,7 +96,8 @@ def print_table(rows: Sequence[Row]) -> None:
             table.add_row(*(cell for name, cell in zip(header, line, strict=True) if name in shown), style=style)
         if console.measure(table, options=console.options.update(width=100_000)).maximum <= console.width:
             break
-    print(f"runs in {_display(_parent(rows))}\n")
+    folders = [point.folder.parent for row in rows for point in row.points]
+    print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
     console.print(table)
     print()
     for row in rows:
@@ -130,10 +131,6 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
     """Return the ranks of rows; empty for rows without a loss, and for all if their losses do not compare."""
     reason = incomparable(rows)
     return [str(rank) if row.losses and not reason else "" for rank, row in enumerate(rows, 1)]
-
-
-def _parent(rows: Sequence[Row]) -> Path:
-    return Path(os.path.commonpath([point.folder.parent for row in rows for point in row.points]))
 
 
 def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
@@ -186,13 +183,9 @@ def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
 
 def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
-    from minigpt.runs.wandb_logger import wandb_logger
-
-    shared = {key: wandb_config[key] for key in wandb_config.keys() - {"_target_", "folder", "resume"}}
-    options = {key: OmegaConf.to_object(each) if OmegaConf.is_config(each) else each for key, each in shared.items()}
-    options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
-    logger = wandb_logger(folder, **options | {"tags": [*wandb_config.tags, "sweep", "summary"]})
-    if logger:  # on rank 0
+    named = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name, "resume": "allow"}
+    tags = [*wandb_config.tags, "sweep", "summary"]
+    if logger := instantiate(wandb_config, folder=str(folder), tags=tags, **named, _convert_="object"):  # on rank 0
         import wandb
 
         tables = {"sweep": _wandb_table(folder / TABLE), "runs": _wandb_table(folder / RUNS)}
@@ -225,12 +218,10 @@ def _full_name(rows: Sequence[Row], along: str) -> str:
 
 def _format_loss(row: Row, unit: str) -> str:
     """Format the mean loss and, in the unit of the ranking, its interval and the number of runs."""
-    known, runs = len(row.losses), len(row.points)
-    if unit != row.unit:
-        return row.in_unit(unit).loss_text
-    if known == 0 or runs == 1:
-        return row.loss_text
-    return f"{row.loss_text} ({known} runs)" if known == runs else f"{row.loss_text} ({known} of {runs} runs)"
+    text, known, runs = row.in_unit(unit).loss_text, len(row.losses), len(row.points)
+    if unit != row.unit or known == 0 or runs == 1:
+        return text
+    return f"{text} ({known} runs)" if known == runs else f"{text} ({known} of {runs} runs)"
 
 
 def _format_difference(row: Row) -> str:

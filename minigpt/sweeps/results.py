@@ -55,7 +55,6 @@ class Point:
     reason: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     planned_flops: float = 0.0  # of the whole training
-    devices: object = 1  # `trainer.devices`
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
     bits: Mapping[int, float] = field(default_factory=dict)
@@ -169,9 +168,8 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    last, curve, bits, diverged = _read_or_warn(_measure, folder / METRICS, ({}, [], {}, False))
-    totals = {**point.totals, **last, **_finite(summary)}
-    measured = {"totals": totals, "curve": curve, "bits": bits, "diverged": diverged}
+    measured = _read_or_warn(_measure, folder / METRICS, {})
+    measured["totals"] = {**point.totals, **measured.get("totals", {}), **_finite(summary)}
     if corpus := summary.get("corpus_sha256"):
         weights = (summary.get("init_from") or {}).get("sha256")
         measured["origin"] = origin(corpus, weights, summary.get("resumed_from"))
@@ -185,8 +183,8 @@ def origin(corpus: str, weights: Mapping[str, str] | None, resumed_from: str | N
     return sha256_json([corpus, weights, resumed_from])
 
 
-def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float], bool]:
-    """Return the totals, the validation curves and whether the run diverged, from `metrics.csv`."""
+def _measure(file: Path) -> dict[str, Any]:
+    """Return the fields of a `Point` that `metrics.csv` has: totals, validation curves, whether the run diverged."""
     columns = read_metrics(file) if file.exists() else {}
     last = {name: column[-1][1] for name, column in columns.items()}
     steps = max((column[-1][0] for column in columns.values()), default=0)
@@ -200,7 +198,8 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dic
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
     trained = [loss for _, loss in columns.get("train_loss", ())]
     diverged = bool(trained) and trained[-1] > DIVERGED * min(trained)
-    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses], bits, diverged
+    curve = [(round(at * tokens / step), loss) for at, loss in losses]
+    return {"totals": _finite(totals), "curve": curve, "bits": bits, "diverged": diverged}
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:

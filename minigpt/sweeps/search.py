@@ -41,8 +41,7 @@ class Search(Sweeper):
     def batches(self) -> Iterator[Sequence[Point]]:
         paused = any(refresh(point).status == PAUSED for point in self.existing.values())
         if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
-            for point in self.existing.values():
-                self.points.append(self.check(point.overrides))
+            self.points += [self.check(point.overrides) for point in self.existing.values()]
             yield self.points
             return
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")

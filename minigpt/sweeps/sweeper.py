@@ -138,8 +138,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
         flops = sequences * model.block_size * model.flops_per_token()
-        known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
-        known["validated"] = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
+        validated = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
+        known = {"planned_flops": flops, "totals": {"params": model.num_params()}, "validated": validated}
         point = refresh(replace(point, folder=folder, rungs=rungs, **known))
         weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
         if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
@@ -214,7 +214,7 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         def on_end(point: Point, failure: str) -> None:
             point = refresh(point)
-            if failure and point.status in (CRASHED, WAITING, PAUSED):  # its process died
+            if failure and point.status in (CRASHED, WAITING, PAUSED):  # before it wrote why
                 write_failure(point.folder, failure)
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
