@@ -49,9 +49,9 @@ def _others(rows: Sequence[Row]) -> str:
     best, tied, n = rows[0], [row for row in rows[1:] if row.tied], len(rows) - 1
     if not tied:
         return "All other rows are worse." if n > 1 else "The other row is worse."
-    flops = [(row.mean_of("flops") or np.inf, row.label()) for row in tied]
-    part, label = min(flops)[0] / (best.mean_of("flops") or 1), min(flops)[1]
-    cheaper = f"; {label} is one with {100 * part:.0f} % of the FLOPs" if part < 0.9 and best.mean_of("flops") else ""
+    flops, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
+    most = best.mean_of("flops") or 0.0
+    cheaper = f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs" if flops < 0.9 * most else ""
     if len(tied) == n:
         others = "differences of the other rows are" if n > 1 else "difference of the other row is"
         return f"The {others} within the noise{cheaper}."

@@ -68,10 +68,9 @@ class Job:
 
 def _train_in_process(overrides: Sequence[str]) -> None:
     """Train a run on several devices, which starts processes of its own."""
-    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "train.py"), *overrides])
     # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
     with handle_signals([signal.SIGTERM], lambda *_: None):
-        code = process.wait()
+        code = subprocess.run([sys.executable, str(ROOT / "scripts" / "train.py"), *overrides]).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 

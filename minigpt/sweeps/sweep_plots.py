@@ -97,8 +97,7 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot the losses of rows, with their names above them."""
     for rank, row in enumerate(rows):
-        loss = nan if row.loss is None else row.loss
-        panel.errorbar(loss, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
+        panel.errorbar(row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
         panel.text(0.01, rank - 0.2, _escape(row.label(), 80), fontsize=8, transform=panel.get_yaxis_transform())
     panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
     panel.set_ylim(len(rows) - 0.5, -0.8)

@@ -232,15 +232,14 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points[:] = map(refresh, self.points)
 
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
-        """Return the command line of a run, with a name, group and tag for Weights & Biases."""
+        """Return the command line of a run, with a group and a tag for Weights & Biases."""
         names = {"hydra.run.dir": point.folder, "hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
         can_resume = "resume" not in point.settings or any(point.folder.glob("checkpoints/*.safetensors"))
         resumes = can_resume and (self.prune or self.cfg.resume == "auto")
         overrides = self._overrides(point.overrides) + (["resume=auto"] if resumes else [])
         overrides += [] if rung is None else [f"pause_at={point.rungs[rung]}"]
         if self.wandb:
-            given = {"name": point.folder.name, "group": self.folder.name}
-            names |= {f"logger.wandb.{key}": name for key, name in given.items() if self.wandb[key] is None}
+            names |= {} if self.wandb.group else {"logger.wandb.group": self.folder.name}
             overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*self.wandb.tags, 'sweep']))}]"]
         return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
 

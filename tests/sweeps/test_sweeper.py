@@ -294,7 +294,7 @@ def test_a_sweep_may_have_any_folder_and_any_tags_and_names_for_weights_and_bias
     tags = "['{}']".format(name.replace("'", r"\'"))
     sweeper = plan("seed=1,2", "logger=wandb", f"logger.wandb.tags={tags}", folder=tmp_path / name)
     given = sweeper.engine.configs[1].logger.wandb
-    assert (given.tags, given.name, given.group) == ([name, "sweep"], "seed=2", name)
+    assert (given.tags, given.name, given.group) == ([name, "sweep"], None, name)  # the name is that of the folder
     (config, _) = plan("seed=1,2", "logger=wandb", "logger.wandb.group=mine", "logger.wandb.name=same").engine.configs
     assert (config.logger.wandb.group, config.logger.wandb.name) == ("mine", "same")
 
