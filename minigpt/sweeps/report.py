@@ -16,8 +16,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
-
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
@@ -183,6 +181,8 @@ def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
 
 def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
+    from hydra.utils import instantiate
+
     named = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name, "resume": "allow"}
     tags = [*wandb_config.tags, "sweep", "summary"]
     if logger := instantiate(wandb_config, folder=str(folder), tags=tags, **named, _convert_="object"):  # on rank 0
