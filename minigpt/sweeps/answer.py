@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from operator import itemgetter
 
 import numpy as np
 
@@ -128,18 +127,17 @@ def _noise(rows: Sequence[Row]) -> Iterator[str]:
 
 def _late(rows: Sequence[Row]) -> Iterator[str]:
     """Yield which row would be the best if all continued to fall as in the last third of their training."""
-    ends = [(end, row) for row in rows if (end := _later_loss(row)) is not None]
-    if len(ends) > 1 and ends[0][1] is rows[0]:
-        end, row = min(ends, key=itemgetter(0))
-        if row is not rows[0] and not row.tied:
-            yield (
-                f"If losses fell on as in the last third of the training, {row.label()} would be at {end:.4f} after "
-                f"another third, and the best row at {ends[0][0]:.4f}: longer runs may rank it first."
-            )
+    ends = [_later_loss(row) for row in rows]
+    row = rows[int(np.argmin(ends))]
+    if ends[0] < np.inf and row is not rows[0] and not row.tied:
+        yield (
+            f"If losses fell on as in the last third of the training, {row.label()} would be at {min(ends):.4f} after "
+            f"another third, and the best row at {ends[0]:.4f}: longer runs may rank it first."
+        )
 
 
-def _later_loss(row: Row) -> float | None:
-    """Return the best loss of a row after another third of its training, if it fell on as in the last third."""
+def _later_loss(row: Row) -> float:
+    """Return the best loss of a row after another third of its training, if it fell on as in the last third; or inf."""
     losses = []
     for point in row.points:
         if len(point.curve) > 2 and (loss := point.loss(row.unit)) is not None:
@@ -147,7 +145,7 @@ def _later_loss(row: Row) -> float | None:
             scale = loss / (point.loss(NATS) or np.inf)
             fall = np.interp(tokens[-1] * 2 / 3, tokens, curve) - curve[-1]
             losses.append(scale * min(curve.min(), curve[-1] - fall))
-    return float(np.mean(losses)) if losses else None
+    return float(np.mean(losses)) if losses else np.inf
 
 
 def _equal_time(points: Sequence[Point]) -> Iterator[str]:
