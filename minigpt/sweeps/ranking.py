@@ -72,11 +72,6 @@ class Row:
         return any(point.pending or point.loss(self.unit) is None for point in self.points)
 
     @property
-    def diverged(self) -> bool:
-        """Whether the training loss of a run rose far above its lowest."""
-        return any(point.diverged for point in self.points)
-
-    @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
         counts = Counter(point.status_text for point in self.points)
@@ -145,7 +140,7 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
         of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
         compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
-        rest = [row for row in rows if all(row is not each for each in complete)]
+        rest = [row for row in rows if row not in complete]
         rows = [*sorted(compared, key=lambda row: row.loss or 0.0), *rest]
     return rows
 
@@ -170,9 +165,9 @@ def _differs(points: Sequence[Point], name: str) -> bool:
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if not row.provisional]
-    if complete:
-        highest = DIVERGED * min(row.loss or 0.0 for row in complete)
-        complete = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
+    highest = DIVERGED * min((row.loss or 0.0 for row in complete), default=0.0)
+    diverged = [row for row in complete if (row.loss or 0.0) > highest and any(point.diverged for point in row.points)]
+    complete = [row for row in complete if row not in diverged]
     if not complete or incomparable(rows):
         return complete, None
     runs = [{point.seed: point.loss(row.unit) for point in row.points} for row in complete]
