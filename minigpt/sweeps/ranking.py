@@ -172,7 +172,9 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
         return complete, None
     runs = [{point.seed: point.loss(row.unit) for point in row.points} for row in complete]
     seeds = dict.fromkeys(seed for losses in runs for seed in losses)
-    return complete, compare(np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs]))
+    # Not of objects, which an integer beyond 64 bits in a damaged summary would make it.
+    table = np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs], dtype=float)
+    return complete, compare(table)
 
 
 def incomparable(rows: Sequence[Row]) -> str:

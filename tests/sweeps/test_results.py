@@ -118,8 +118,10 @@ def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
     run_folder(tmp_path / "2", "lr=2", losses=(1.0,), best_val_loss="low", flops="many", seconds=None, reason=3)
+    run_folder(tmp_path / "3", "lr=3", best_val_loss=10**30)  # an integer of more than 64 bits is compared, too
     points = read_sweep(tmp_path)
-    assert [point.loss(NATS) for point in points] == [2.0, None, 1.0]
+    assert [point.loss(NATS) for point in points] == [2.0, None, 1.0, 10**30]
+    assert [row.loss for row in ranked(points)] == [1.0, 2.0, 10**30, None]
     assert (points[2].totals["flops"], points[2].reason) == (6 * 1000 * 640, "3")
 
 
