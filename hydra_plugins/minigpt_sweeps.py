@@ -20,6 +20,6 @@ def _plugin(base: type[Plugin], target: str) -> Any:
 
 
 Grid = _plugin(Sweeper, "minigpt.sweeps.sweeper:Grid")
-Search = _plugin(Sweeper, "minigpt.sweeps.search:Search")
+Search = _plugin(Sweeper, "minigpt.extras.search.search:Search")
 Joblib = _plugin(Launcher, "minigpt.sweeps.launcher:Joblib")
 Submitit = _plugin(Launcher, "minigpt.sweeps.launcher:Submitit")

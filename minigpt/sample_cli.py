@@ -115,11 +115,13 @@ def prompt_tokens(prompt: Prompt, block_size: int, *, truncate: bool = False) ->
 
 def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
     """Return the ids of documents and their bytes of UTF-8, as in training: separators are tokens of no bytes."""
-    from minigpt.data.prepare import VAL, TextBatches, tokenize
-
-    batches = TextBatches((VAL, chunk) for chunk in chunks)
-    ids = [i for splits in tokenize(tokenizer, batches, threads=1) for i in splits[VAL].tolist()]
-    return ids, batches.bytes[VAL]
+    ids, n_bytes = list[int](), 0
+    for text, first in chunks:
+        if text:
+            ids += tokenizer.separator.tolist() if first and ids else []
+            ids += tokenizer.encode(text).tolist()
+            n_bytes += len(text.encode())
+    return ids, n_bytes
 
 
 def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> None:

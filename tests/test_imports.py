@@ -12,6 +12,8 @@ from small_runs import ROOT
 import minigpt
 
 ORDER = ["utils", "config", "data", "core", "checkpoints", "distributed", "runs", "sweeps", "extras", "scripts"]
+READ = {"train": 7400, "sample": 3700}  # lines of the modules that a script imports, extras aside
+SIZES = {"core": 9500, "extras": 3750}  # lines of Python
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
     for folder in ("minigpt", "hydra_plugins", "scripts")
@@ -43,6 +45,18 @@ def test_a_module_imports_from_its_own_package_and_those_before_it_and_not_in_ci
     later = {(one, other) for one, used in graph.items() for other in used if place_of(other) > place_of(one)}
     assert not later
     assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)  # raises CycleError for a cycle
+
+
+def test_the_core_and_what_a_run_and_a_sample_need_of_it_are_not_longer_than_they_were():
+    graph = {module: imports(file) & MODULES.keys() for module, file in MODULES.items()}
+    found = {script: {f"scripts.{script}"} for script in READ}
+    for modules in found.values():
+        while more := {used for one in modules for used in graph[one] if ".extras." not in used} - modules:
+            modules |= more
+    found["core"] = {module for module in MODULES if module.startswith("minigpt.") and ".extras." not in module}
+    found["extras"] = {module for module in MODULES if ".extras." in module and module != "minigpt.utils.extras"}
+    lines = {name: sum(len(MODULES[module].read_bytes().splitlines()) for module in found[name]) for name in found}
+    assert {name for name, most in (READ | SIZES).items() if lines[name] > most} == set(), lines
 
 
 def test_a_run_and_its_samples_need_no_extra(train, monkeypatch: pytest.MonkeyPatch):

@@ -351,7 +351,7 @@ def test_an_interval_of_integers_draws_them(plan):
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("minigpt.sweeps.search.MAX_TRIES_PER_TRIAL", 4)
+    monkeypatch.setattr("minigpt.extras.search.search.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]

@@ -1,0 +1,1 @@
+"""Sweeps that choose their points by the losses of earlier ones."""
