@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt.fast_decoder import FastDecoder
-from minigpt.structure import find_change, original, uncompiled, unwrap
+from minigpt.model_changes import find_change, original, uncompiled, unwrap
 from minigpt.utils.errors import UserError
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
 from minigpt.model import GPT, Cache
-from minigpt.structure import original, plain_kind, uncompiled
+from minigpt.model_changes import original, plain_kind, uncompiled
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -38,7 +38,7 @@ class FastDecoder:
     All samples write to the same slot of the cache, so prompts are aligned at their ends.
 
     Args:
-        model: one without changes, for which `find_change` of `minigpt.structure` returns None.
+        model: one without changes, for which `find_change` of `minigpt.model_changes` returns None.
         prompts, num_samples, max_new_tokens: as for `make_decoder` of `minigpt.decoder`.
     """
 

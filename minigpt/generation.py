@@ -1,7 +1,7 @@
 """Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
 
 Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
-`block_size`: see `minigpt.decoder`. Depends on torch alone.
+`block_size`: see `FastDecoder.slide_window` in `minigpt.fast_decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """
@@ -19,8 +19,8 @@ from minigpt.data.detokenizer import Detokenizer
 from minigpt.decoder import make_decoder
 from minigpt.generation_settings import Sampling, check_settings
 from minigpt.model import GPT, eval_mode
+from minigpt.model_changes import uncompiled, unwrap
 from minigpt.sampling import PerSampleRNG, draw
-from minigpt.structure import uncompiled, unwrap
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def stream(
     Args:
         model: is used in evaluation mode and left in its mode.
         prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
-        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.decoder`).
+        max_new_tokens: per sample; not limited by `block_size`.
         stop: strings and token ids that end a sample. A string may span tokens.
         tokenizer: for the texts of the samples; required by stop strings.
         seed: sample i of every prompt has its own random generator, seeded with seed + i.

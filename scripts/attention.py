@@ -40,7 +40,7 @@ def main() -> None:
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.data.detokenizer import token_pieces
     from minigpt.extras.interpret import attention_plots, heads
-    from minigpt.extras.interpret.validation_split import validation_batches
+    from minigpt.extras.interpret.run_corpus import validation_batches
     from minigpt.sample_cli import prompt_tokens, read_prompt
 
     pretrained = find_pretrained(args.run)

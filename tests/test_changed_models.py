@@ -20,9 +20,9 @@ from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT, MLP
+from minigpt.model_changes import find_change, uncompiled
 from minigpt.ops import ACTIVATIONS
 from minigpt.sampling import PerSampleRNG, draw
-from minigpt.structure import find_change, uncompiled
 from minigpt.utils.errors import UserError
 
 BLOCK = 16

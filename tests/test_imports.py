@@ -77,7 +77,7 @@ def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(sma
 import runpy, sys
 import {", ".join(of_torch)}
 assert not {{"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}} & {{*sys.modules}}
-from minigpt.structure import GPTConfig, empty_model
+from minigpt.model_changes import GPTConfig, empty_model
 assert empty_model(GPTConfig(vocab_size=65)).wte.weight.is_meta
 assert "torch._dynamo" not in sys.modules
 sys.argv = ["train.py", *{small}, "resume=missing.safetensors"]  # ends after the imports

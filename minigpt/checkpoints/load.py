@@ -13,7 +13,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
-from minigpt.structure import empty_model, find_change, original, unwrap
+from minigpt.model_changes import empty_model, find_change, original, unwrap
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 

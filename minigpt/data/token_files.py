@@ -57,7 +57,7 @@ class Corpus:
     """Token files of two splits and their tokenizer."""
 
     name: str
-    sha256: str  # of the text, or of token files
+    sha256: str  # of the text (`Source` of data/sources.py), or of token files
     tokenizer: Tokenizer
     train: Split
     val: Split

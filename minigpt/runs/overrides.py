@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors, started_together
-from minigpt.utils.cli import written_as
 from minigpt.utils.errors import UserError
+from minigpt.utils.hydra_errors import written_as
 from minigpt.utils.scripts import ROOT
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`

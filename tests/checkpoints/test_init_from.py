@@ -14,7 +14,7 @@ from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.init_from import find_pretrained
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 

@@ -18,7 +18,7 @@ from minigpt.checkpoints.format import contents, write
 from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.prepare import load_corpus
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums
 

@@ -9,7 +9,7 @@ from small_runs import column
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
-from minigpt.extras.interpret.validation_split import validation_batches
+from minigpt.extras.interpret.run_corpus import validation_batches
 
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]
 # Only the first validation, of step 5, is an improvement.

@@ -27,8 +27,8 @@ from minigpt.extras.huggingface.conversion import FAMILIES, config_to_ours, conf
 from minigpt.extras.huggingface.pretrained import CONFIG, WEIGHTS
 from minigpt.extras.huggingface.tokenizer_json import equals_qwen2, tokenizer_files
 from minigpt.model import GPT
+from minigpt.model_changes import empty_model
 from minigpt.ops import rms_norm
-from minigpt.structure import empty_model
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 

@@ -14,7 +14,7 @@ from minigpt.config import GPTConfig
 from minigpt.extras.huggingface.conversion import FAMILIES, Family, config_to_ours, weight_to_ours
 from minigpt.extras.huggingface.tokenizer_json import load_tokenizer
 from minigpt.model import GPT
-from minigpt.structure import empty_model
+from minigpt.model_changes import empty_model
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra

@@ -17,7 +17,7 @@ from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
-from minigpt.extras.interpret.validation_split import validation_batches
+from minigpt.extras.interpret.run_corpus import validation_batches
 from minigpt.utils.errors import UserError
 
 KINDS = ("first letters of words", "inside words", "spaces and line breaks", "names in capitals", "other")

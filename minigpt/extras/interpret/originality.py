@@ -17,7 +17,7 @@ import numpy as np
 from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import META, Corpus
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.model import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.utils.errors import RunError, UserError

@@ -16,7 +16,7 @@ from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.extras.interpret.attention_plots import plot_maps
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 
 TOKENIZER = CharTokenizer("\n :EMORWaght")

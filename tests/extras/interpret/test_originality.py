@@ -9,7 +9,7 @@ from pydivsufsort import divsufsort
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import INDEX, NGRAMS, Index, build_index
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.extras.playground.history import read_samples
 
 

@@ -12,7 +12,7 @@ from small_runs import wait_until
 
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.interpret.originality import Index, build_index, originality, validation_text
-from minigpt.extras.interpret.validation_split import find_corpus
+from minigpt.extras.interpret.run_corpus import find_corpus
 
 
 def texts(reader: Reader, selector: str) -> list[str]:
