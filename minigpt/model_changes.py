@@ -98,7 +98,10 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_s
     kind, expected = type(module), type(reference)
     if not for_saving and any(map(_has_hook, {wrapped, module})):
         yield f"{name} has a forward hook"
-    if plain_kind(kind) is not expected or expected not in _KINDS:
+    if expected not in _KINDS:
+        yield f"{name} is of class {expected.__name__}, which is not in _KINDS of minigpt/model_changes.py"
+        return
+    if plain_kind(kind) is not expected:
         yield f"{name} is of class {kind.__module__}.{kind.__name__}, not {expected.__name__}"
         return
     if changed := [f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code]:

@@ -17,9 +17,12 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from minigpt import attention, generate
-from minigpt.config import GPTConfig
+from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
 from minigpt.extras.interpret.heads import attention_maps, without_head
+from minigpt.fast_decoder import FastDecoder
 from minigpt.model import eval_mode
+from minigpt.model_changes import find_change
+from minigpt.ops import ACTIVATIONS, NORMS
 
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
 THEIRS = {
@@ -125,6 +128,28 @@ def test_every_setting_changes_the_model():
             torch.manual_seed(0)
             found.append(model(torch.arange(16)[None]))
         assert found[0].shape != found[1].shape or not torch.allclose(*found, atol=1e-4), given
+
+
+@pytest.mark.parametrize("given", SETTINGS)
+def test_what_repeats_the_forward_pass_follows_every_setting(given: str):
+    model = make_model(**OmegaConf.from_dotlist(given.split(",")))
+    assert find_change(model) is None
+    assert model.num_params() == model.config.num_params()
+    text, close = torch.arange(model.config.block_size) % 23, {"terms": terms_of(model.config)}
+    with torch.no_grad():
+        decoder = FastDecoder(model, [text[:3].tolist()], 1, len(text))
+        logits = [decoder.logits[0], *(decoder.step(token[None])[0].clone() for token in text[3:])]
+        assert_near(torch.stack(logits), model(text[None])[0, 2:], **close)
+        attention, x = model.blocks[0].attention, torch.randn(1, len(text), model.config.n_embd)
+        v = attention._project(x, None)[2].transpose(1, 2)
+        v = v.repeat_interleave(attention.n_head // attention.n_kv_head, dim=1)  # (1, H, T, D)
+        y = (attention.attention_weights(x, rotary=model.rotary) @ v).transpose(1, 2).flatten(2)
+        assert_near(attention.out(y), attention(x, rotary=model.rotary), **close)
+
+
+def test_every_activation_and_norm_has_a_size():
+    assert ACTIVATIONS.keys() == UP_PROJECTIONS.keys()
+    assert NORMS.keys() == NORM_PARAMS.keys()
 
 
 def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():

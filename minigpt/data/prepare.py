@@ -108,7 +108,7 @@ def _write_corpus(
     try:
         tokenizer, cut = _plan(sources, provenance, target.parents[1], built)
         chunks = split_chunks(sources, provenance, cut)
-        batches = TextBatches(join_chunks(chunks) if "documents" in provenance["tokenizer"] else chunks)
+        batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
         if batches.has_separators:
             advice = f"data.separator='{SEPARATOR}' splits text files there"

@@ -25,7 +25,7 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import import_extra, usage
 from minigpt.utils.terminal import unescape, warn
 
-TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
+TEXT_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
 _BLOCK_BYTES = 1 << 20  # read at a time
 _COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
@@ -52,12 +52,12 @@ def find_files(path: str, setting: str) -> list[Path]:
     given = Path(os.path.expanduser(path or "''"))  # Path("") would be the current folder
     if given.is_dir():
         shown = [file for file in given.rglob("*") if "/." not in f"/{file.relative_to(given).as_posix()}"]
-        found = [file for file in shown if content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES]
+        found = [file for file in shown if content_suffix(file) in (*TEXT_SUFFIXES, *ROW_READERS)]
         others = [file for file in {*shown} - {*found} if not file.is_dir()]
         if found and others:
             kinds = ", ".join(sorted({content_suffix(file) or "no suffix" for file in others})[:10])
             warn(f"{len(others):,} files of {path} are skipped ({kinds}); a pattern such as '**/*.py' reads any file")
-        suffixes = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
+        suffixes = f"{', '.join((*TEXT_SUFFIXES, *ROW_READERS))}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
         problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
     else:
         found = [given] if given.exists() else list(map(Path, glob(str(given), recursive=True)))
@@ -93,10 +93,8 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
     """
     suffix = content_suffix(file)
-    if suffix == ".parquet":
-        return _read_parquet(file, field)
-    if suffix == ".jsonl":
-        return _read_jsonl(file, field)
+    if suffix in ROW_READERS:
+        return ROW_READERS[suffix](file, field)
     return text_chunks(_decode(_read_blocks(file), file, is_json=suffix == ".json"), separator)
 
 
@@ -230,3 +228,7 @@ def no_text(kind: str, name: str, row: Any) -> str:
     others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     return f"no text in {kind} {name}; {listed}; set data.field=… (--field of {usage('sample')})"
+
+
+# Formats with a document per row, by their suffix: functions of the file and `data.field`.
+ROW_READERS: dict[str, Callable[[Path, str], Iterator[TextChunk]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

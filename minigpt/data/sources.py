@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_SUFFIXES, TextChunk, find_files, no_text, read_documents
+from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_READERS, TextChunk, find_files, no_text, read_documents
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
@@ -95,7 +95,7 @@ def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | No
     files, field, separator = find_files(path, setting), data["field"], data["separator"] or ""
     sums = checksums(files, Path(data["folder"]))
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
-    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES)) and not separator
+    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES)) and not separator
     return Source(
         name=name or re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
         sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums, *filter(None, [separator])]),

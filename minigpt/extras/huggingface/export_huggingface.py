@@ -106,6 +106,8 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
         if found := _find_class(_canonical(source), types):
             values, target = found
             return values, _their_weights(values["model_type"], target, tensors)
+    if fixed := {name for name, _ in model.named_buffers()} - {"rotary", *weights}:
+        raise UserError(f"the exported code does not compute {min(fixed)}; make it a persistent buffer")
     module = Path(MODELING).stem
     values = {
         "model_type": "minigpt",
@@ -129,7 +131,10 @@ def modeling_code() -> str:
         text = (Path(minigpt.__file__).parent / f"{source}.py").read_text(encoding="utf-8")
         lines = text.splitlines()
         for node in ast.parse(text).body:
-            of_minigpt = isinstance(node, ast.ImportFrom) and str(node.module).startswith("minigpt")
+            imported = str(node.module) if isinstance(node, ast.ImportFrom) else ""
+            of_minigpt = imported.startswith("minigpt")
+            if of_minigpt and imported.removeprefix("minigpt.").replace(".", "/") not in _SOURCES:
+                raise UserError(f"{source}.py imports {imported}, which is not in _SOURCES of the export")
             type_checking = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             docstring = isinstance(node, ast.Expr) and node.lineno == 1
             if of_minigpt or type_checking or docstring:

@@ -16,6 +16,7 @@ from minigpt.data.tokenizer import (
     PATTERNS,
     SEPARATOR,
     BPETokenizer,
+    ByteTokenizer,
     CharTokenizer,
     EncodeChat,
     Ids,
@@ -244,6 +245,8 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the lowest id first."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json.loads(tokenizer.json)
+    if type(tokenizer) not in (CharTokenizer, ByteTokenizer, BPETokenizer):
+        raise UserError(f"a tokenizer.json cannot describe a {type(tokenizer).__name__}; use --to safetensors")
     pattern, special = "(?m:.)", tokenizer.special
     if isinstance(tokenizer, BPETokenizer):
         pattern = ONIGURUMA.get(tokenizer.name, ONIGURUMA["gpt2"])

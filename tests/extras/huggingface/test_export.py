@@ -20,11 +20,11 @@ from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from minigpt.extras.huggingface.conversion import FAMILIES
 from minigpt.extras.huggingface.export_huggingface import export_folder, export_model, modeling_code
 from minigpt.extras.huggingface.pretrained import load_folder
-from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
+from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, tokenizer_files
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 
@@ -85,6 +85,26 @@ def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
     ours.blocks[0].mlp.activation = torch.sin
     with pytest.raises(UserError, match=r"model\.blocks\.0\.mlp\.activation is changed"):
         export_model(ours)
+
+
+def test_parts_that_an_export_lacks_are_refused(monkeypatch):
+    package = "minigpt.extras.huggingface.export_huggingface"
+
+    class Lowercase(ByteTokenizer):
+        def encode(self, text: str) -> Ids:
+            return super().encode(text.lower())
+
+    with pytest.raises(UserError, match="cannot describe a Lowercase"):
+        tokenizer_files(Lowercase())
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{package}._SOURCES", ["config", "model"])
+        with pytest.raises(UserError, match=r"imports minigpt\.utils\.checks, which is not in _SOURCES"):
+            modeling_code()
+    model = random_model(ngram=2)
+    model.register_buffer("slopes", torch.ones(2), persistent=False)
+    monkeypatch.setattr(f"{package}.saved_config", lambda model: model.config)  # as if every model had it
+    with pytest.raises(UserError, match="does not compute slopes"):
+        export_model(model)
 
 
 def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path):
