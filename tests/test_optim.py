@@ -33,6 +33,10 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weig
         assert_close(a, b, atol=1e-9, rtol=1e-7)
 
 
+def test_adamw_takes_a_decay_rate_of_0():
+    assert adamw(make_model(), lr=0.01, betas=[0, 0.99], weight_decay=0.0).defaults["betas"] == (0.0, 0.99)
+
+
 @pytest.mark.parametrize(
     ("max_steps", "warmup_steps", "final"),
     [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (5, 100, 0.1)],
