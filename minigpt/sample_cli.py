@@ -115,10 +115,14 @@ def prompt_tokens(prompt: Prompt, block_size: int, *, truncate: bool = False) ->
 
 def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
     """Return the ids of documents and their bytes of UTF-8, as in training: separators are tokens of no bytes."""
-    ids, n_bytes = list[int](), 0
+    documents: list[list[str]] = []
     for text, first in chunks:
-        if text:
-            ids += tokenizer.separator.tolist() if first and ids else []
+        documents += [[]] if first else []
+        documents[-1].append(text)
+    ids, n_bytes = list[int](), 0
+    for parts in documents if tokenizer.splits_at_cuts else [["".join(parts)] for parts in documents]:
+        ids += tokenizer.separator.tolist() if ids and any(parts) else []
+        for text in filter(None, parts):
             ids += tokenizer.encode(text).tolist()
             n_bytes += len(text.encode())
     return ids, n_bytes

@@ -165,7 +165,7 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[
 
 @pytest.mark.parametrize("is_amd", [True, False])
 def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool, monkeypatch: pytest.MonkeyPatch):
-    bmm, sliced, model = torch.bmm, [], make(n_embd=256, n_inner=515)
+    bmm, sliced, model = torch.bmm, [], make(n_embd=384, n_inner=515)
     monkeypatch.setattr("minigpt.fast_decoder._IS_AMD", is_amd)
     monkeypatch.setattr(torch, "bmm", lambda *args: sliced.append(args) or bmm(*args))
     for B in (3, 4):
@@ -174,8 +174,8 @@ def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool
         assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
         assert bool(sliced) == (is_amd and B < 4)
         with torch.autocast("cpu", torch.bfloat16):
-            reduced = decode(model, text.tolist(), [3] * B)
-        assert (reduced - logits).abs().max() < 0.1 * logits.abs().max()
+            reduced, whole = decode(model, text.tolist(), [3] * B), model(text)[:, 2:]
+        assert (reduced - logits).square().mean() < 2 * (whole - logits).square().mean()
         sliced.clear()
 
 

@@ -19,9 +19,11 @@ from small_runs import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.data.readers import read_texts
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, encode_prompt
 from minigpt.device import find_device
 from minigpt.generation import generate, score
+from minigpt.sample_cli import read_prompt
 
 SCRIPT = SCRIPTS / "sample.py"
 BLOCK_SIZE = 32
@@ -251,6 +253,19 @@ def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_pat
         assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
         (one,) = samples(sample(saves["separated"], "--prompt-file", path, "--json", "--max-new-tokens", 1))
         assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
+
+
+def test_a_document_is_encoded_whole_by_a_tokenizer_that_does_not_split_at_cuts(tmp_path):
+    class Prefixed(ByteTokenizer):
+        splits_at_cuts = False
+
+        def encode(self, text):
+            return super().encode(f"\0{text}")
+
+    (file := tmp_path / "long.txt").write_text("to be " * 400_000)
+    assert len([*read_texts(str(file), "file")]) > 1
+    ids = read_prompt(Prefixed(), None, str(file), {})[1]
+    assert (len(ids), ids.count(0)) == (6 * 400_000 + 1, 1)
 
 
 def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):

@@ -181,7 +181,11 @@ class BPETokenizer(Tokenizer):
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
         urls = [url for url in _SHA256 if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url]
         files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in urls}
-        missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
+        try:
+            missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
+        except OSError as error:
+            cannot = f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror})"
+            raise UserError(f"{cannot}; set TIKTOKEN_CACHE_DIR to a writable folder") from error
         if missing:
             raise UserError(
                 f"the files of tokenizer={name} could not be downloaded; "

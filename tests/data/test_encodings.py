@@ -64,3 +64,7 @@ def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, se
         BPETokenizer.from_tiktoken("gpt2", tmp_path / "another")
     assert f"{missing} as {cache / keys[1]}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
     assert server.url not in str(error.value)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file/cache"))
+    with pytest.raises(UserError, match=r"cannot be written to .*file/cache .*set TIKTOKEN_CACHE_DIR to a writable"):
+        BPETokenizer.from_tiktoken("gpt2", tmp_path)

@@ -81,20 +81,27 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[
     given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
     options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
     if cfg.resume == "auto" and file.exists():
-        plan = read_json(file)
+        plan = _read_plan(file)
     elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
         row = sha256_json({**relevant_settings(cfg), "seed": None})
         shared = sweep.with_name(f".plan-{row[:16]}.json")
         with FileLock(f"{shared}.lock"):
             if not shared.exists():
                 write_json(shared, make_plan(cfg, corpus, **options))
-        plan = read_json(shared)
+        plan = _read_plan(shared)
     else:
         plan = make_plan(cfg, corpus, **options)
     write_json(file, plan)
     for line in plan["lines"]:
         append_log(folder, line)
     return updated(cfg, without(given, plan["settings"]))
+
+
+def _read_plan(file: Path) -> Any:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
 
 
 def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:

@@ -85,6 +85,9 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     minigpt.train([*command, "resume=auto", "max_steps=21", "ema_decay=0.5"])  # which the plan had chosen
     assert (tmp_path / "planned/plan.json").read_text() == before
     assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
+    (tmp_path / "planned/plan.json").write_text(before[:-9])
+    with pytest.raises(UserError, match=r"plan\.json is damaged .*remove it to plan again"):
+        minigpt.train([*command, "resume=auto", "max_steps=22"])
 
 
 # Settings that the user gives, and those for which no loss is expected.
