@@ -40,6 +40,7 @@ class RunConfig:
     checkpoint_blocks: int | None
     collective_timeout: float
     originality: int | None
+    threads: int | None
     compile: bool
     data: Node
     tokenizer: Node
@@ -153,7 +154,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
         *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches"),
     ),
-    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
+    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality", "threads"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),

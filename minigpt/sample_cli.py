@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from minigpt.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
 from minigpt.data.readers import TextChunk, read_texts
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Sample, score, stream
@@ -45,15 +46,20 @@ def print_samples(
     begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(text) for i in range(len(samples))]
     write = (lambda text: None) if as_json or compare else _write
     write(begins[0])
-    start = time.perf_counter()
-    for step in stream(model, ids, **{**options, "stop": stop}, tokenizer=tokenizer, logprobs=as_json):
-        before = len(samples[0].text)
-        for i, sample in enumerate(samples):
-            sample.append(step, i)
-        write(escape(samples[0].text[before:]))
+    start, changes = time.perf_counter(), list[str]()
+    with cpu_threads(decoding_threads(model, len(samples))):
+        threads = ThreadBalancer(fixed=model.wte.weight.device.type != "cpu")
+        threads.start()
+        for step in stream(model, ids, **{**options, "stop": stop}, tokenizer=tokenizer, logprobs=as_json):
+            changes += filter(None, [threads.end()])
+            before = len(samples[0].text)
+            for i, sample in enumerate(samples):
+                sample.append(step, i)
+            write(escape(samples[0].text[before:]))
+            threads.start()
     write("\n")
     seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
-    log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
+    log("; ".join([f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s", *changes]))
     for begin, sample in zip(begins[1:], samples[1:], strict=True):
         write(f"{begin}{escape(sample.text)}\n")
     if compare:

@@ -95,8 +95,10 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
                 run = RunConfig.from_hydra(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():
+                from minigpt.cpu_threads import cpu_threads
                 from minigpt.runs.fit import fit
-            return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
+            with cpu_threads(run.threads):
+                return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
                 print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)

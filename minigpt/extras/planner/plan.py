@@ -47,7 +47,7 @@ FITTED = re.compile(
     r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
     r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
     r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
-    r"|compile|checkpoint_blocks|collective_timeout"
+    r"|compile|threads|checkpoint_blocks|collective_timeout"
 )
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from minigpt.cpu_threads import ThreadBalancer
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.decoder import make_decoder
@@ -30,6 +31,7 @@ from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, draw
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.terminal import log
 
 T = TypeVar("T")
 
@@ -92,6 +94,7 @@ class Engine:
         self._n_calls = 0
         # Of the thread:
         self._decoder = make_decoder(model)
+        self._threads = ThreadBalancer(fixed=self._decoder.device.type != "cpu")
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
         self._unsent: list[tuple[TokenStream, Token | Exception]] = []
@@ -168,7 +171,10 @@ class Engine:
             self._leave()
             self._join()
             if self._running:
+                self._threads.start()
                 self._step()
+                if change := self._threads.end():
+                    log(change)
         except Exception as error:  # of the model, such as a lack of memory
             failed, self._running = self._running, []
             self._send([(job.stream, error) for job in failed if not job.ended])

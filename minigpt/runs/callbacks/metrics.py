@@ -1,5 +1,6 @@
 """Measure a run: losses, speed and MFU for the loggers, figures for `summary.json`; stop it if the loss is NaN."""
 
+import sys
 import time
 from math import isfinite, log
 from pathlib import Path
@@ -9,8 +10,10 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from tqdm import tqdm
 
 from minigpt.checkpoints.find import BEST
+from minigpt.cpu_threads import ThreadBalancer
 from minigpt.distributed.process_group import gather_objects
 from minigpt.run_config import RunConfig
 from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
@@ -63,6 +66,8 @@ class MetricsCallback(Callback):
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
         self._progress: Progress | None = None  # of rank 0
+        self._threads = ThreadBalancer(fixed=run.threads is not None)
+        self._thread_changes: list[tuple[int, int]] = []  # step, number from the next one on
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
@@ -96,6 +101,7 @@ class MetricsCallback(Callback):
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
             self._progress = Progress(self.max_steps, folder, step=trainer.global_step)
+        self._threads.fixed |= pl_module.device.type != "cpu" or trainer.world_size > 1
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if warmup >= self.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={self.max_steps}"
@@ -111,8 +117,13 @@ class MetricsCallback(Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._clock is None:
             self._clock = time.perf_counter()
+        self._threads.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if change := self._threads.end():
+            self._thread_changes.append((trainer.global_step, torch.get_num_threads()))
+            with tqdm.external_write_mode(file=sys.stderr):  # beside the progress bar
+                append_log(Path(trainer.default_root_dir), f"step {trainer.global_step:,}: {change}")
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
         step, accumulate = trainer.global_step, trainer.accumulate_grad_batches
         if (batch_idx + 1) % accumulate:
@@ -168,7 +179,9 @@ class MetricsCallback(Callback):
             "wall_seconds": round(time.perf_counter() - self.started, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
             "precision": str(trainer.precision),
-            "device": device_name(trainer.strategy.root_device),  # Lightning has moved the model to the CPU
+            # Lightning has moved the model to the CPU.
+            "device": device_name(trainer.strategy.root_device, self._threads.most),
+            "thread_changes": self._thread_changes,
             "world_size": trainer.world_size,
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }
@@ -232,8 +245,8 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
 
 
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the device type with the number of threads for a CPU."""
+def device_name(device: torch.device, threads: int | None = None) -> str:
+    """Return the GPU's name, or the device type with the number of threads for a CPU (None: the present number)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    return f"cpu, {threads or torch.get_num_threads()} threads" if device.type == "cpu" else device.type
