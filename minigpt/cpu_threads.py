@@ -13,7 +13,6 @@ from math import inf
 import torch
 from torch import nn
 
-_GIVEN = ("OMP_", "GOMP_", "KMP_", "MKL_")  # environment variables with which users control threads
 _MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
 _WINDOW = 1.0  # seconds of steps that are measured together, at least three steps
 _MISSING = 0.3  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
@@ -25,17 +24,19 @@ _PAUSE = 60.0  # seconds before more threads are tried again; doubled every time
 def cpu_threads(count: int | None) -> Iterator[None]:
     """Use `count` threads in this context (None: as before it), and restore their number after it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    if count:
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 def decoding_threads(model: nn.Module, rows: int) -> int | None:
     """Return 1 if one thread decodes as fast as two: for fewer than four samples of a small model; else None."""
-    small = max(weight.numel() for weight in model.get_submodule("blocks").parameters()) < _MIN_PARALLEL_NUMEL
-    return 1 if small and rows < 4 else None
+    small = all(weight.numel() < _MIN_PARALLEL_NUMEL for weight in model.get_submodule("blocks").parameters())
+    return 1 if small and rows < 4 and not _are_given() else None
 
 
 class ThreadBalancer:
@@ -47,7 +48,7 @@ class ThreadBalancer:
 
     def __init__(self, *, fixed: bool = False) -> None:
         self.most = torch.get_num_threads()
-        self.fixed = fixed or self.most == 1 or any(name.startswith(_GIVEN) for name in os.environ)
+        self.fixed = fixed or self.most == 1 or _are_given()
         self._skipped, self._steps, self._missing = 3, list[tuple[float, float]](), _MISSING
         self._before: tuple[int, float, float] | None = None  # a trial of fewer threads: threads, cores, seconds before
         self._pause, self._retry = _PAUSE, inf
@@ -84,3 +85,8 @@ class ThreadBalancer:
         torch.set_num_threads(count)
         name = f"{count} thread{'s'[: count > 1]}"
         return f"{name} of {self.most}, because other programs use the cores" if fewer else f"{name} again"
+
+
+def _are_given() -> bool:
+    """Whether an environment variable controls the threads."""
+    return any(name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")) for name in os.environ)
