@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 _MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
-_WINDOW = 1.0  # seconds of steps that are measured together, at least three steps
 _MISSING = 0.3  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
 _GAIN = 1.1  # in speed, without which fewer threads are not kept
 _PAUSE = 60.0  # seconds before more threads are tried again; doubled every time
@@ -43,11 +42,12 @@ class ThreadBalancer:
     """Set the number of threads of the calling thread by the clocks of its steps, between `start` and `end`.
 
     Args:
+        window: seconds of steps that are measured together, at least three steps.
         fixed: keep the number, as is done too if an environment variable gives it.
     """
 
-    def __init__(self, *, fixed: bool = False) -> None:
-        self.most = torch.get_num_threads()
+    def __init__(self, *, window: float = 1.0, fixed: bool = False) -> None:
+        self.most, self._window = torch.get_num_threads(), window
         self.fixed = fixed or self.most == 1 or _are_given()
         self._skipped, self._steps, self._missing = 3, list[tuple[float, float]](), _MISSING
         self._before: tuple[int, float, float] | None = None  # a trial of fewer threads: threads, cores, seconds before
@@ -66,7 +66,7 @@ class ThreadBalancer:
             return ""
         now, count = time.perf_counter(), torch.get_num_threads()
         self._steps.append((now - self._wall, time.process_time() - self._cpu))
-        if len(self._steps) < 3 or now - self._began < _WINDOW:
+        if len(self._steps) < 3 or now - self._began < self._window:
             return ""
         steps, self._steps = sorted(self._steps)[:-1], []  # the slowest may have compiled
         wall, cpu = map(sum, zip(*steps, strict=True))

@@ -20,6 +20,7 @@ from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.config import GPTConfig
+from minigpt.cpu_threads import ThreadBalancer, cpu_threads
 from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.device import training_precision
@@ -55,6 +56,7 @@ MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measur
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
 TIMED_STEPS = 80  # to measure a size, at most
 MEASURING = 0.005  # of the time at most, to measure a size
+COMPILED_MINUTES, COMPILED_GAIN = 10, 1.05  # from which on compilation is measured; speed that it must gain
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
@@ -80,17 +82,18 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[
         raise UserError("minutes plans for one process; set max_steps instead")
     given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
     options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
-    if cfg.resume == "auto" and file.exists():
-        plan = _read_plan(file)
-    elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
-        row = sha256_json({**relevant_settings(cfg), "seed": None})
-        shared = sweep.with_name(f".plan-{row[:16]}.json")
-        with FileLock(f"{shared}.lock"):
-            if not shared.exists():
-                write_json(shared, make_plan(cfg, corpus, **options))
-        plan = _read_plan(shared)
-    else:
-        plan = make_plan(cfg, corpus, **options)
+    with cpu_threads(cfg.threads):
+        if cfg.resume == "auto" and file.exists():
+            plan = _read_plan(file)
+        elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
+            row = sha256_json({**relevant_settings(cfg), "seed": None})
+            shared = sweep.with_name(f".plan-{row[:16]}.json")
+            with FileLock(f"{shared}.lock"):
+                if not shared.exists():
+                    write_json(shared, make_plan(cfg, corpus, **options))
+            plan = _read_plan(shared)
+        else:
+            plan = make_plan(cfg, corpus, **options)
     write_json(file, plan)
     for line in plan["lines"]:
         append_log(folder, line)
@@ -125,7 +128,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         trial = updated(cfg, settings)
         if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
             continue  # the settings that are given leave one size, or it is too large
-        step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
+        step = step_seconds(updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
         candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
@@ -134,7 +137,13 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     trial = updated(cfg, settings)
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
-    step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
+    longer = min(2.0, 3 * MEASURING * budget)
+    step = TRAINER * step_seconds(trial, corpus, seconds=longer)
+    fills_time = step * useful_tokens(trial, given, text) / tokens_per_step(trial) > budget
+    if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
+        compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
+        if compiled * COMPILED_GAIN < step:
+            settings["compile"], step = True, compiled
     # Drawing takes as long as training.
     drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
     end = OVERHEAD + drawing
@@ -168,7 +177,7 @@ def read_text(corpus: Corpus) -> Text:
 def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
     """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their median time.
 
-    The first half does not count: memory is allocated and kernels are compiled.
+    The first half does not count, in which memory is allocated, nor does compilation, in the first step.
     """
     set_up_process()
     accelerator = cfg.trainer.accelerator
@@ -177,20 +186,35 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
         precision = training_precision(accelerator)
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
+    if cfg.compile:
+        module.compile()
     model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
     sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
+    threads = ThreadBalancer(window=seconds / 4, fixed=cfg.threads is not None or fabric.device.type != "cpu")
     times = [time.perf_counter()]
     for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes):
+        threads.start()
         fabric.backward(model(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
         if fabric.device.type != "cpu":
             torch.accelerator.synchronize()
+        threads.end()
         times.append(time.perf_counter())
-        if len(times) > 4 and times[-1] - times[0] > seconds:
+        if len(times) > 4 and times[-1] - times[1] > seconds:  # the first step compiles
             break
     return median(b - a for a, b in pairwise(times[len(times) // 2 :])) * cfg.trainer.accumulate_grad_batches
+
+
+def compiled_step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
+    """Return `step_seconds` of the compiled model; infinity without a C++ compiler."""
+    from torch._dynamo.exc import TorchDynamoException  # imports the compiler of torch
+
+    try:
+        return step_seconds(updated(cfg, {"compile": True}), corpus, seconds=seconds)
+    except TorchDynamoException:
+        return inf
 
 
 def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
@@ -277,7 +301,7 @@ def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
     sizes = ", ".join(f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram"))
     epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text)))
     return [
-        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
+        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms{', compiled' if cfg.compile else ''}",
         f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
     ]

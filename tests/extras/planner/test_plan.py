@@ -30,10 +30,11 @@ def mine(text, tmp_path):
 def plan(mine, monkeypatch):
     """Plan for a machine of constant speed: `plan("max_steps=7")` returns what `make_plan` does."""
 
-    def made(*overrides, seconds=100, flops_per_second=1e10):
+    def made(*overrides, seconds=100, flops_per_second=1e10, compiled=1.0):
         def step_seconds(cfg, corpus, seconds):
             config = GPTConfig(**{**cfg.model, "vocab_size": 100})
-            return planning.tokens_per_step(cfg) * config.flops_per_token() / flops_per_second
+            eager = planning.tokens_per_step(cfg) * config.flops_per_token() / flops_per_second
+            return eager / compiled if cfg.compile else eager
 
         monkeypatch.setattr(planning, "step_seconds", step_seconds)
         cfg = composed(*complete_overrides([*mine, *overrides]))
@@ -152,6 +153,31 @@ SIZES_GIVEN = [
     *("model.layer_repeats=3", "model.layer_repeats=3 model.n_layer=6", "model.n_layer=3"),
     *("model.position=learned model.n_embd=45", "++model.n_head=7", "model.n_embd=2", "model=baby"),
 ]
+
+
+def test_a_long_run_is_compiled_if_that_is_faster(plan):
+    slow, long = {"flops_per_second": 1e7, "seconds": 600}, "minutes=10"
+    eager, compiled = plan(long, **slow), plan(long, compiled=1.5, **slow)
+    assert "compile" not in eager["settings"]
+    assert compiled["settings"]["compile"] is True
+    assert 1.4 < compiled["settings"]["max_steps"] / eager["settings"]["max_steps"] < 1.6
+    assert ", compiled" in compiled["lines"][0]
+    too_short = plan("minutes=9", compiled=1.5, **slow)
+    fewer_steps_than_fit = plan(long, "max_steps=300", compiled=1.5, flops_per_second=1e12, seconds=600)
+    given = plan(long, "compile=false", compiled=1.5, **slow)
+    assert not any("compile" in made["settings"] for made in (too_short, fewer_steps_than_fit, given))
+
+
+@pytest.mark.xdist_group("compiled")
+def test_without_a_compiler_a_long_run_is_not_compiled(cfg, text, tmp_path, monkeypatch):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, str(tmp_path / "missing")))
+    cfg.data.update(path=str(text), folder=str(tmp_path))
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    cfg.model.update(n_layer=1, n_embd=32, n_head=1, block_size=8)
+    assert 0 < planning.step_seconds(cfg, corpus, seconds=0.1) < planning.inf
+    assert planning.compiled_step_seconds(cfg, corpus, seconds=0.1) == planning.inf
 
 
 def test_heads_are_about_32_wide():
