@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
-_MISSING = 0.3  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
+_MISSING = 0.4  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
 _GAIN = 1.1  # in speed, without which fewer threads are not kept
 _PAUSE = 60.0  # seconds before more threads are tried again; doubled every time
 
@@ -70,14 +70,16 @@ class ThreadBalancer:
             return ""
         steps, self._steps = sorted(self._steps)[:-1], []  # the slowest may have compiled
         wall, cpu = map(sum, zip(*steps, strict=True))
-        cores, seconds, before, self._before = cpu / wall, wall / len(steps), self._before, None
+        cores, seconds = cpu / wall, wall / len(steps)
+        if cores < count - self._missing and count > 1:
+            if self._before is None:
+                self._before = count, cores, seconds
+                self._pause, self._retry = 2 * self._pause, now + self._pause
+            return self._set(max(1, min(count - 1, int(cores))))
+        before, self._before = self._before, None
         if before and seconds * _GAIN > before[2]:
             self._missing += before[0] - before[1]  # it is usual for these steps
             return self._set(before[0])
-        if cores < count - self._missing and count > 1:
-            self._before = count, cores, seconds
-            self._pause, self._retry = 2 * self._pause, now + self._pause
-            return self._set(max(1, min(count - 1, int(cores))))
         return self._set(self.most) if count < self.most and now > self._retry else ""
 
     def _set(self, count: int) -> str:

@@ -176,6 +176,7 @@ def test_a_summary_is_what_was_measured(run, loop):
         "best_step": best,
         "steps": 12,
         "world_size": run.world,
+        "thread_changes": [],
         "stopped_early": False,
         "tokens": 12 * 256,
         "params": loop.params,

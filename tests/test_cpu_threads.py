@@ -1,0 +1,202 @@
+"""The number of CPU threads follows the cores that other programs leave, by the clocks of the steps."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from extras.playground.test_engine import serve
+from models import make_model
+
+from minigpt import cpu_threads as module
+from minigpt.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
+from minigpt.extras.playground.engine import Engine, SampleRequest
+
+
+class Machine:
+    """Clocks of a machine that shares its cores fairly: each operation of a step waits for its slowest thread."""
+
+    def __init__(self, cores: int, *, seconds: float = 0.02, serial: float = 0.0) -> None:
+        self.cores, self.busy, self.quota = cores, 0, float("inf")
+        self.work, self.serial = seconds * cores, serial  # CPU seconds of a step; seconds of it without threads
+        self.wall = self.cpu = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def process_time(self) -> float:
+        return self.cpu
+
+    def step(self) -> None:
+        threads = torch.get_num_threads()
+        got = min(threads, self.quota, self.cores * threads / max(self.cores, threads + self.busy))  # cores
+        seconds = self.work / got * (4 if got < threads else 1)  # threads wait for one that has no core
+        self.wall += seconds + self.serial
+        self.cpu += seconds * got + self.serial
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that starts a machine, with a thread per core, and its balancer."""
+    for name in [name for name in os.environ if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_"))]:
+        monkeypatch.delenv(name)
+
+    def start(cores: int, *, fixed: bool = False, **options: float):
+        started = Machine(cores, **options)
+        torch.set_num_threads(cores)
+        monkeypatch.setattr(module, "time", started)
+        return started, ThreadBalancer(fixed=fixed)
+
+    with cpu_threads(None):
+        yield start
+
+
+def run(machine: Machine, balancer: ThreadBalancer, seconds: float) -> list[tuple[float, int, str]]:
+    """Take steps for some seconds; return the changes: the second, the threads from then on and the line."""
+    changes, begin = [], machine.wall
+    while machine.wall < begin + seconds:
+        balancer.start()
+        machine.step()
+        if line := balancer.end():
+            changes.append((machine.wall - begin, torch.get_num_threads(), line))
+    return changes
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+@pytest.mark.parametrize("seconds", [0.002, 0.02, 1.5])
+def test_a_run_beside_a_busy_process_uses_fewer_threads_and_all_again_when_it_ends(machine, cores, seconds):
+    computer, balancer = machine(cores, seconds=seconds)
+    assert run(computer, balancer, 200) == []
+    computer.busy = 1
+    ((second, threads, line),) = run(computer, balancer, 50)
+    assert second < max(2, 30 * seconds)
+    assert threads == cores - 1
+    assert line == f"{threads} thread{'s'[: threads > 1]} of {cores}, because other programs use the cores"
+    computer.busy = 0
+    ((second, threads, line),) = run(computer, balancer, 200)
+    assert second < 60
+    assert (threads, line) == (cores, f"{cores} threads again")
+
+
+def test_threads_become_fewer_until_each_has_a_core(machine):
+    computer, balancer = machine(8)
+    computer.busy = 4
+    assert [threads for _, threads, _ in run(computer, balancer, 50)] == [5, 4]
+
+
+def test_more_threads_are_tried_after_a_minute_and_then_more_rarely(machine):
+    computer, balancer = machine(2)
+    computer.busy = 1
+    changes = run(computer, balancer, 1000)
+    tries = [second for second, threads, _ in changes if threads == 2]
+    assert [threads for _, threads, _ in changes] == [1, *[2, 1] * len(tries)]
+    waits = [after - before for before, after in zip([0, *tries], tries, strict=False)]
+    assert waits == pytest.approx([60, 120, 240, 480], abs=5)
+
+
+def test_many_threads_become_as_many_as_a_container_may_use(machine):
+    computer, balancer = machine(64)
+    computer.quota = 3.5
+    run(computer, balancer, 30)
+    assert torch.get_num_threads() == 3
+
+
+def test_steps_with_long_parts_of_one_thread_keep_their_threads_after_one_trial(machine):
+    computer, balancer = machine(8, serial=0.01)
+    assert [threads for _, threads, _ in run(computer, balancer, 300)] == [5, 4, 3, 8]
+
+
+def test_validation_compilation_and_a_sleeping_computer_change_nothing(machine):
+    computer, balancer = machine(4)
+    for i in range(2000):
+        if i % 100 == 50:  # between two steps
+            computer.wall += 5
+            computer.cpu += 5
+        balancer.start()
+        computer.step()
+        if i in (0, 1, 2, 500):  # within a step, on one core
+            computer.wall += 20
+            computer.cpu += 20
+        if i == 1000:
+            computer.wall += 3600
+        assert balancer.end() == ""
+
+
+@pytest.mark.parametrize("given", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "fixed"])
+def test_a_given_number_of_threads_stays(machine, monkeypatch, given):
+    if given != "fixed":
+        monkeypatch.setenv(given, "2")
+    computer, balancer = machine(2, fixed=given == "fixed")
+    computer.busy = 2
+    assert run(computer, balancer, 100) == []
+    assert given == "fixed" or decoding_threads(make_model(), 1) is None
+
+
+@pytest.mark.usefixtures("machine")
+def test_few_samples_of_a_small_model_are_decoded_by_one_thread():
+    small, large = make_model(n_embd=64), make_model(n_embd=384, n_head=2)
+    assert [decoding_threads(small, rows) for rows in (1, 3, 4)] == [1, 1, None]
+    assert decoding_threads(large, 1) is None
+
+
+def test_the_number_of_threads_is_that_of_the_configuration_during_a_run_alone(train):
+    before = torch.get_num_threads()
+    summary = train("threads=3", "max_steps=2").summary
+    assert (summary["device"], summary["thread_changes"]) == ("cpu, 3 threads", [])
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def busy_cores():
+    """A program per core that does nothing but use it."""
+    program = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(os.cpu_count() or 1)]
+    yield
+    for process in busy:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("busy_cores")
+def test_a_run_gives_way_to_programs_that_use_the_cores(machine, train, capsys, monkeypatch):
+    machine(4)
+    monkeypatch.setattr(module, "time", time)  # the real clocks
+    run = train("max_steps=600", "eval_every=600", "callbacks.samples=null", "originality=null")
+    step, threads = run.summary["thread_changes"][0]
+    assert threads < 4
+    assert run.summary["device"] == "cpu, 4 threads"
+    line = f"step {step}: {threads} thread{'s'[: threads > 1]} of 4, because other programs use the cores"
+    assert line in capsys.readouterr().err.splitlines()
+    assert line in (run.folder / "log.txt").read_text().splitlines()
+    assert torch.get_num_threads() == 4
+
+
+class Waiting:
+    """Clocks of a process that gets one core, and needs half a second between two looks at a clock."""
+
+    cpu = wall = 0.0
+
+    def perf_counter(self) -> float:
+        self.wall += 0.5
+        return self.wall
+
+    def process_time(self) -> float:
+        self.cpu += 0.5
+        return self.cpu
+
+
+def test_samples_of_the_command_line_and_of_the_server_give_way_too(machine, trained, call, monkeypatch, capfd):
+    machine(2)
+    monkeypatch.setattr(module, "time", Waiting())
+    line = "1 thread of 2, because other programs use the cores"
+    shown = call("sample.py", str(trained()), "--num-samples", "4", "--max-new-tokens", "20", "--device", "cpu").stderr
+    assert line in shown.splitlines()[-1]
+    torch.set_num_threads(2)
+
+    async def tokens(engine: Engine) -> int:
+        return len([token async for token in engine.generate(SampleRequest([1], 20))])
+
+    assert serve(make_model(), tokens) == 20
+    assert line in capfd.readouterr().err.splitlines()
