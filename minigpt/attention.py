@@ -19,7 +19,8 @@ from minigpt.ops import EPS, apply_dropout, rms_norm
 
 Rotary = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
-_MAX_EXPLICIT = 256  # keys; the memory of the formula grows as T·S
+# Keys, for which the formula is faster: with AMX the kernel takes 0.9 of its time at 256, but 2.8 times as long at 128.
+_MAX_EXPLICIT = 128 if torch.cpu.get_capabilities().get("amx_bf16") else 256
 
 
 def attend(
