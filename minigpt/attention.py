@@ -19,7 +19,7 @@ from minigpt.ops import EPS, apply_dropout, rms_norm
 
 Rotary = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
-# Keys, for which the formula is faster: with AMX the kernel takes 0.9 of its time at 256, but 2.8 times as long at 128.
+# Keys up to which the formula is faster: with AMX the kernel takes 0.9 times as long at 256, and 2.8 times at 128.
 _MAX_EXPLICIT = 128 if torch.cpu.get_capabilities().get("amx_bf16") else 256
 
 

@@ -154,7 +154,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
         *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches"),
     ),
-    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality", "threads"),
+    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
@@ -164,6 +164,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
     checks.BOOLEAN: ("compile", "trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
+    or_null(integer(1, 1024)): ("threads",),
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),

@@ -51,7 +51,8 @@ def print_samples(
         threads = ThreadBalancer(fixed=model.wte.weight.device.type != "cpu")
         threads.start()
         for step in stream(model, ids, **{**options, "stop": stop}, tokenizer=tokenizer, logprobs=as_json):
-            changes += filter(None, [threads.end()])
+            if change := threads.end():
+                changes.append(change)
             before = len(samples[0].text)
             for i, sample in enumerate(samples):
                 sample.append(step, i)

@@ -12,8 +12,8 @@ from small_runs import ROOT
 import minigpt
 
 ORDER = ["utils", "config", "data", "core", "checkpoints", "distributed", "runs", "sweeps", "extras", "scripts"]
-READ = {"train": 7500, "sample": 3750}  # lines of the modules that a script imports, extras aside
-SIZES = {"core": 9550, "extras": 3800}  # lines of Python
+READ = {"train": 7600, "sample": 3850}  # lines of the modules that a script imports, extras aside
+SIZES = {"core": 9700, "extras": 3800}  # lines of Python
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
     for folder in ("minigpt", "hydra_plugins", "scripts")

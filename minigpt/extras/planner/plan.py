@@ -56,7 +56,8 @@ MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measur
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
 TIMED_STEPS = 80  # to measure a size, at most
 MEASURING = 0.005  # of the time at most, to measure a size
-COMPILED_MINUTES, COMPILED_GAIN = 10, 1.05  # from which on compilation is measured; speed that it must gain
+COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
+COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
@@ -82,18 +83,17 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[
         raise UserError("minutes plans for one process; set max_steps instead")
     given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
     options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
-    with cpu_threads(cfg.threads):
-        if cfg.resume == "auto" and file.exists():
-            plan = _read_plan(file)
-        elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
-            row = sha256_json({**relevant_settings(cfg), "seed": None})
-            shared = sweep.with_name(f".plan-{row[:16]}.json")
-            with FileLock(f"{shared}.lock"):
-                if not shared.exists():
-                    write_json(shared, make_plan(cfg, corpus, **options))
-            plan = _read_plan(shared)
-        else:
-            plan = make_plan(cfg, corpus, **options)
+    if cfg.resume == "auto" and file.exists():
+        plan = _read_plan(file)
+    elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
+        row = sha256_json({**relevant_settings(cfg), "seed": None})
+        shared = sweep.with_name(f".plan-{row[:16]}.json")
+        with FileLock(f"{shared}.lock"):
+            if not shared.exists():
+                write_json(shared, make_plan(cfg, corpus, **options))
+        plan = _read_plan(shared)
+    else:
+        plan = make_plan(cfg, corpus, **options)
     write_json(file, plan)
     for line in plan["lines"]:
         append_log(folder, line)
@@ -139,14 +139,14 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     trial = updated(cfg, settings)
     longer = min(2.0, 3 * MEASURING * budget)
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
+    # Drawing takes as long as training.
+    drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
+    end = OVERHEAD + drawing
     fills_time = step * useful_tokens(trial, given, text) / tokens_per_step(trial) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
         if compiled * COMPILED_GAIN < step:
             settings["compile"], step = True, compiled
-    # Drawing takes as long as training.
-    drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
-    end = OVERHEAD + drawing
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
@@ -191,19 +191,22 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
     model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
     sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
-    threads = ThreadBalancer(window=seconds / 4, fixed=cfg.threads is not None or fabric.device.type != "cpu")
+    batches = Batches(corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes)
     times = [time.perf_counter()]
-    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes):
-        threads.start()
-        fabric.backward(model(tokens, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        if fabric.device.type != "cpu":
-            torch.accelerator.synchronize()
-        threads.end()
-        times.append(time.perf_counter())
-        if len(times) > 4 and times[-1] - times[1] > seconds:  # the first step compiles
-            break
+    with cpu_threads(cfg.threads):
+        fixed = cfg.threads is not None or fabric.device.type != "cpu"
+        threads = ThreadBalancer(window=max(0.1, seconds / 4), fixed=fixed)
+        for tokens, targets in batches:
+            threads.start()
+            fabric.backward(model(tokens, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if fabric.device.type != "cpu":
+                torch.accelerator.synchronize()
+            threads.end()
+            times.append(time.perf_counter())
+            if len(times) > 4 and times[-1] - times[1] > seconds:  # the first step compiles
+                break
     return median(b - a for a, b in pairwise(times[len(times) // 2 :])) * cfg.trainer.accumulate_grad_batches
 
 

@@ -66,8 +66,9 @@ class MetricsCallback(Callback):
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
         self._progress: Progress | None = None  # of rank 0
-        self._threads = ThreadBalancer(fixed=run.threads is not None)
-        self._thread_changes: list[tuple[int, int]] = []  # step, number from the next one on
+        self._given_threads, self._deterministic = run.threads, run.trainer.get("deterministic")
+        self._threads = ThreadBalancer(fixed=True)  # until the training starts
+        self._thread_changes: list[list[int]] = []  # step, number from the next one on
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
@@ -77,11 +78,13 @@ class MetricsCallback(Callback):
             "wall_seconds": time.perf_counter() - self.started,
             "losses": gather_objects(torch.stack(self._losses).tolist() if self._losses else []),
             "logged_seconds": self._logged_seconds,
+            "thread_changes": self._thread_changes,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
         self._resumed_losses = state_dict["losses"]
+        self._thread_changes = state_dict.get("thread_changes", [])
         self.started -= state_dict["wall_seconds"]
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -96,12 +99,15 @@ class MetricsCallback(Callback):
             losses = torch.tensor(self._resumed_losses, device=pl_module.device, dtype=dtype)  # (ranks, batches)
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
+        if self._given_threads:
+            torch.set_num_threads(self._given_threads)  # Lightning has changed it, if there are several processes
+        fixed = self._given_threads or self._deterministic or trainer.world_size > 1 or pl_module.device.type != "cpu"
+        self._threads = ThreadBalancer(fixed=bool(fixed))
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
             self._progress = Progress(self.max_steps, folder, step=trainer.global_step)
-        self._threads.fixed |= pl_module.device.type != "cpu" or trainer.world_size > 1
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if warmup >= self.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={self.max_steps}"
@@ -120,8 +126,11 @@ class MetricsCallback(Callback):
         self._threads.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if change := self._threads.end():
-            self._thread_changes.append((trainer.global_step, torch.get_num_threads()))
+        threads = torch.get_num_threads()
+        change = self._threads.end()
+        if torch.get_num_threads() != threads:
+            self._thread_changes.append([trainer.global_step, torch.get_num_threads()])
+        if change:
             with tqdm.external_write_mode(file=sys.stderr):  # beside the progress bar
                 append_log(Path(trainer.default_root_dir), f"step {trainer.global_step:,}: {change}")
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
