@@ -185,9 +185,7 @@ def test_a_run_logs_and_records_its_changes_also_if_it_resumes(machine, train, m
     assert torch.get_num_threads() == 2
 
 
-def test_samples_of_the_command_line_and_of_the_server_use_fewer_threads_too(
-    machine, trained, call, monkeypatch, capfd
-):
+def test_samples_on_a_terminal_and_of_the_server_use_fewer_threads_too(machine, trained, call, monkeypatch, capfd):
     machine(2)
     monkeypatch.setattr(module, "time", Waiting())
     line = "1 thread instead of 2, which had 1.0 cores"
