@@ -142,7 +142,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     # Drawing takes as long as training.
     drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
     end = OVERHEAD + drawing
-    fills_time = step * useful_tokens(trial, given, text) / tokens_per_step(trial) > budget
+    fills_time = step * most_steps(trial, given, text) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
         if compiled * COMPILED_GAIN < step:
@@ -257,8 +257,7 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
-    useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)  # the best checkpoint is from earlier
-    most = cfg.max_steps if "max_steps" in given else max(1, int(useful))
+    most = most_steps(cfg, given, text)
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
     part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)  # of the validation split
@@ -276,6 +275,12 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "schedule.warmup_steps": min(100, steps // 100),
         **{f"optimizer.{x}": round(scale * cfg.optimizer[x], 4) for x in ("lr", "adam_lr") if x in cfg.optimizer},
     }
+
+
+def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:
+    """Return the steps of a run that no time limits; the best checkpoint is from earlier."""
+    useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)
+    return int(cfg.max_steps) if "max_steps" in given else max(1, int(useful))
 
 
 def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
