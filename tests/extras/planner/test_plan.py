@@ -162,6 +162,10 @@ def test_a_long_run_is_compiled_if_that_is_faster(plan):
     assert compiled["settings"]["compile"] is True
     assert 1.4 < compiled["settings"]["max_steps"] / eager["settings"]["max_steps"] < 1.6
     assert ", compiled" in compiled["lines"][0]
+    fixed = [long, "model.n_layer=1", "model.n_embd=64", "model.layer_repeats=1"]
+    most, milliseconds = re.search(r"; ([\d,]+) steps of ([\d.]+) ms", plan(*fixed, seconds=600)["lines"][0]).groups()
+    speed = 1e10 * int(most.replace(",", "")) * float(milliseconds) / 1000 / 720  # all steps would take 720 s
+    assert plan(*fixed, compiled=1.5, seconds=600, flops_per_second=speed)["settings"]["compile"] is True
     too_short = plan("minutes=9", compiled=1.5, **slow)
     fewer_steps_than_fit = plan(long, "max_steps=300", compiled=1.5, flops_per_second=1e12, seconds=600)
     given = plan(long, "compile=false", compiled=1.5, **slow)
