@@ -17,15 +17,19 @@ EPS = 1e-5  # default of what is added to the variance or the mean square
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
-    if weight is not None and weight.dtype != x.dtype:  # FSDP2 gathers bfloat16
+    if weight is not None and weight.dtype != x.dtype and not _autocasts_norms(x):  # FSDP2 gathers bfloat16
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
-    if not _use_fused_cpu(x, torch.float32):
-        y = F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
+    if weight is None and _autocasts_norms(x):
+        with torch.autocast("cuda", enabled=False):  # the kernel adds in float32 anyway
+            y = F.rms_norm(x, x.shape[-1:], None, eps)
+    elif not _use_fused_cpu(x, torch.float32):
+        weight = weight if weight is None or _autocasts_norms(x) else weight.to(x.dtype)
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
     else:
         y = _RMSNorm.apply(x, eps)[0] if torch.is_grad_enabled() else x * _rms_factor(x, eps)
         y = y if weight is None else y * weight
@@ -88,6 +92,11 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
     transformed = torch._C._are_functorch_transforms_active()  # by torch.func.vmap or others
     return x.is_cpu and x.dtype in dtypes and not transformed and not torch.compiler.is_compiling()
+
+
+def _autocasts_norms(x: Tensor) -> bool:
+    """Whether autocast converts x and the weights of a norm to float32, and returns that: on a CUDA GPU."""
+    return x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -255,8 +256,8 @@ def test_every_architecture_computes_on_the_gpu(changes: dict[str, Any]) -> None
 
 
 def test_autocast_keeps_the_loss_in_float32_and_on_a_cpu_the_residual_stream() -> None:
-    config = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "logit_softcap": 15.0}
-    model, outputs = gpu_model(n_layer=1, n_head=4, n_embd=32, **config).to(DEVICE), {}
+    config = {"position": "rope", "norm": "rmsnorm_noscale", "activation": "swiglu", "logit_softcap": 15.0}
+    model, outputs = gpu_model(n_layer=1, n_head=4, n_embd=32, qk_norm=True, **config).to(DEVICE), {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda module, args, y, name=name: outputs.update({name: y.dtype}))
     ids = torch.zeros(3, 4, dtype=torch.long, device=DEVICE)
@@ -269,6 +270,24 @@ def test_autocast_keeps_the_loss_in_float32_and_on_a_cpu_the_residual_stream() -
     if KIND == "gpu":
         reduced |= {"final_norm", "blocks.0", "blocks.0.norm_1", "blocks.0.norm_2"}
     assert {name for name, dtype in outputs.items() if dtype == torch.bfloat16} == reduced
+
+
+def test_models_generate_at_once_as_one_after_another() -> None:
+    def texts(model: minigpt.GPT) -> list[list[int]]:
+        options: Any = {"max_new_tokens": 40, "temperature": 0}
+        return [generate(model, [1], num_samples=n, **options)[-1].tokens for n in range(1, 9)]
+
+    models = [gpu_model(n_layer=n_layer).to(DEVICE) for n_layer in (1, 2, 3)]
+    expected = [texts(model) for model in models]
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(texts, models)) == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one_generates_the_same_text() -> None:
+    model, options = gpu_model(), {"max_new_tokens": 30, "temperature": 0}
+    first, second = (generate(model.to(place), [1, 2], **options)[0].tokens for place in ("cuda:0", "cuda:1"))
+    assert first == second
 
 
 def test_the_server_draws_on_the_gpu() -> None:

@@ -8,6 +8,7 @@ import torch
 from models import make_model
 from tolerance import assert_near, terms_of
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -34,6 +35,20 @@ def test_rms_norm_equals_torchs(scale: float):
     x, weight, bias = scale * torch.randn(2, 4, 9, 8), torch.randn(8), torch.randn(8)
     for given in ([x], [x.transpose(0, -2), weight], [x, weight, bias]):
         assert_same(rms_norm, lambda x, w=None, b=0.0: F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b, *given)
+
+
+def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_the_type_of_their_input():
+    before = torch.is_autocast_enabled("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a GPU
+        with FakeTensorMode():  # types and shapes alone, on any device
+            x, weight = torch.empty(2, 8, device="cuda", dtype=torch.bfloat16), torch.empty(8, device="cuda")
+            found = {(name, w is None): NORMS[name](x, w).dtype for name in NORMS for w in (None, weight)}
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    reduced = {key for key, dtype in found.items() if dtype == torch.bfloat16}
+    assert reduced == {("rmsnorm", True), ("rmsnorm_noscale", True)}
+    assert set(found.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
