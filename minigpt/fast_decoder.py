@@ -269,7 +269,7 @@ def _linear(layer: Any, weight_factor: float = 1.0, bias_factor: float = 1.0) ->
 def _padded(head: Any) -> Callable[[Tensor], Tensor]:
     """Return a function of the output head, with zero rows up to a multiple of 64, as kernels of a GPU need them."""
     rows = len(head.weight)
-    weight = F.pad(head.weight, (0, 0, 0, -rows % 64)).T
+    weight = (F.pad(head.weight, (0, 0, 0, -rows % 64)) if rows % 64 else head.weight).T
     return lambda x: torch.mm(x, weight)[:, :rows]
 
 

@@ -7,6 +7,8 @@ a mask hides those that a sample does not see. Tokens/s are in docs/gpu.md. This
 Shapes: B samples, V vocab, K key-value heads, D head width, S slots.
 """
 
+import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from minigpt.model import Cache
 
 _SLOTS = 256
 _WARMUP_STEPS = 3  # before a step is recorded: torch loads and chooses kernels
+_RECORDING = threading.Lock()  # CUDA records one graph at a time
 
 
 class GraphDecoder(FastDecoder):
@@ -65,13 +68,22 @@ class _FixedStep:
         decoder._inputs = Cache([], *self.inputs)
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.logits = self._compute()
+            self._record(tokens.device)
         if self.graph is None:
             return self._compute()
         self.graph.replay()
         return self.logits.clone()  # the next step overwrites them
+
+    def _record(self, device: torch.device) -> None:
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        mode: Any = {"stream": _recording_stream(device), "capture_error_mode": "thread_local"}
+        try:
+            with _RECORDING, torch.cuda.device(device), torch.cuda.graph(graph, **mode):
+                self.logits = self._compute()
+        except BaseException:
+            torch.cuda.set_stream(before)  # `graph` does not if it cannot end the recording
+            raise
+        self.graph = graph
 
     def _compute(self) -> Tensor:
         positions = self.slot - self.begins  # (B, 1)
@@ -94,6 +106,11 @@ class _FixedStep:
         return logits
 
 
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # one, because torch keeps a workspace for each
+
+
 class _Slot:
     """The cache of one layer in one step, as `KVCache`: keys and values (B, K, S, D), and the slot (1,) to write."""
 
@@ -102,6 +119,6 @@ class _Slot:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, 1, K, D) and return all."""
-        self.k.index_copy_(2, self.slot, k.transpose(1, 2))
-        self.v.index_copy_(2, self.slot, v.transpose(1, 2))
+        for stored, new in ((self.k, k), (self.v, v)):  # under autocast of different types
+            stored.index_copy_(2, self.slot, new.transpose(1, 2).to(stored.dtype))
         return self.k, self.v

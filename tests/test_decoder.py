@@ -179,6 +179,15 @@ def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool
         sliced.clear()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_autocast_samples_are_as_exact_as_gpt_forward(kind: type[FastDecoder]):
+    model, text = make(position="rope", qk_norm=True), torch.randint(23, (3, 12))
+    logits = model(text)[:, 2:]
+    with torch.autocast("cpu", torch.bfloat16):
+        reduced, whole = decode(model, text.tolist(), [3] * 3, kind), model(text)[:, 2:]
+    assert (reduced - logits).square().mean() < 2 * (whole - logits).square().mean()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
