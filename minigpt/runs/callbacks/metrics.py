@@ -146,6 +146,8 @@ class MetricsCallback(Callback):
             self._log_training(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if pl_module.device.type != "cpu":
+            torch.accelerator.synchronize()  # wait for the steps since the last row
         self._update_seconds()
         self._clock = None
 
