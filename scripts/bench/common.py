@@ -47,6 +47,7 @@ def launch(
             file.seek(0)
         stdout, stderr = (file.read().decode(errors="replace") for file in (output, errors))
     if process.returncode:
+        sys.stderr.write(stderr)
         *_, reason = [stdout, *stderr.strip().splitlines()]
         raise UserError(f"{' '.join(map(str, command))} exited with code {process.returncode}: {reason}")
     return stdout, seen or seconds
@@ -67,9 +68,12 @@ def bare_nanogpt(settings: Sequence[str]) -> tuple[str, float]:
 
 
 def text_file() -> Path:
-    """Tiny shakespeare, from the folder that a run reads it from."""
+    """Tiny shakespeare, from the folder that a run reads it from; raise UserError if there is only the stand-in."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
-    return find_text(data | {"folder": ROOT / "data"}).resolve()
+    file = find_text(data | {"folder": ROOT / "data"}).resolve()
+    if file.stem != data["name"]:
+        raise UserError(f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with {data['name']}.txt")
+    return file
 
 
 def seconds(work: Callable[[], object], times: int = 1) -> float:

@@ -1,20 +1,20 @@
 """Measure minigpt on a CUDA GPU, part by part. Every row is appended to a file as soon as it is measured.
 
-  python scripts/bench/gpu.py check recipes     two parts
+  python scripts/bench/gpu.py recipes gpt2      two parts
   python scripts/bench/gpu.py --rehearse        the same code with tiny models on a CPU; its figures mean nothing
 
 Parts, and the minutes that they may take on an H100 (estimates, not measured):
 
-  check     2  50 steps of every recipe
   recipes   6  time to nanoGPT's loss and best loss per seed; nanogpt_gpu beside nanoGPT's recipe in a bare loop
   gpt2      5  tokens/s and MFU of GPT-2 over batch sizes, beside a bare loop; each compiles for 40 s
   sampling  2  GPT-2 in bfloat16: share of the memory bound, beside transformers with a static cache
   memory    2  peak memory of GPT-2's sizes, with and without activation checkpointing
-  minutes   7  loss of minutes=1 and minutes=5 of tiny shakespeare, or of --text
+  minutes   7  minutes=1 and minutes=5 of tiny shakespeare and of --text: loss, training and wall time
   threads   3  the CPU beside the GPU: tokens/s of small models over the number of threads
 
-A row that fails is printed and recorded, and the others are measured all the same; then the exit code is 1. Without a
-network set MINIGPT_DATA_DIR to a folder with tinyshakespeare.txt.
+The most important rows of a part come first. A row that fails is printed and recorded with what it has measured, and
+the others are measured all the same; then the exit code is 1. Without a network set MINIGPT_DATA_DIR to a folder with
+tinyshakespeare.txt.
 """
 
 import argparse
@@ -26,23 +26,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 from bare_minigpt import synchronize
 from bare_nanogpt import RECIPES as BASELINES
-from common import TRAIN, launch, machine, metrics, run_bare, seconds, summary, table
+from common import TRAIN, launch, machine, metrics, run_bare, seconds, summary, table, text_file
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
-from time_to_loss import crossing, run_baseline, run_recipe, spread
+from time_to_loss import crossing, nanogpt_estimate, run_baseline, run_recipe, spread
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.runs.callbacks.metrics import PEAK_FLOPS
 from minigpt.utils.checks import POSITIVE_INT, one_of
 from minigpt.utils.cli import cli_entrypoint, error_text
-from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.errors import UserError, require
 
 LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
 # Rehearsals train a model that a CPU trains in seconds; these override the values of every run.
@@ -58,7 +57,7 @@ TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samp
 # A run does no more than train: no samples, no snapshots, and no text at its end.
 ONLY_TRAINING = ["callbacks.samples.max_new_tokens=1", "callbacks.snapshots=null", "originality=null"]
 # 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
-GPT2 = ["model.vocab_size=50304", "model.bias=false", "data.eval_batch_size=8", "eval_batches=1", *ONLY_TRAINING]
+GPT2 = ["model.vocab_size=50304", "model.bias=false", "data.eval_batch_size=8", "eval_batches=1"]
 
 
 class Session:
@@ -74,7 +73,7 @@ class Session:
         self.device = torch.device("cpu" if args.rehearse else "cuda")
         self.name = "REHEARSAL on a CPU" if args.rehearse else torch.cuda.get_device_name()
         self.file = args.out or Path(f"runs/bench/gpu{'-rehearsal' if args.rehearse else ''}.jsonl")
-        self.settings = ["trainer=gpu"]
+        self.settings = ["trainer=gpu", *ONLY_TRAINING]
         if args.rehearse:
             self.text = folder / "text.txt"
             self.text.write_text("".join(f"{i}: ROMEO: What light, {i * i % 97}.\n" for i in range(800)))
@@ -114,30 +113,29 @@ class Session:
         return seconds(finished, times)
 
 
-def check(session: Session) -> None:
-    """Train 50 steps of every recipe."""
-    for recipe in ("fast_gpu",) if session.rehearse else ("fast_gpu", "best_gpu", "nanogpt_gpu"):
-        with session.row("check", recipe) as row:
-            short = ["max_steps=50", "eval_every=25", "log_every=5", "eval_batches=1"]
-            run = session.train(recipe, f"experiment={recipe}", *session.settings, *short)
-            losses = [float(line["train_loss"]) for line in metrics(run) if line["train_loss"]]
-            row |= {"first loss": losses[0], "last loss": losses[-1], "precision": summary(run)["precision"]}
-            if not (all(map(isfinite, losses)) and losses[-1] < losses[0]):
-                raise RunError(f"the losses do not fall: {losses}")
-
-
 def recipes(session: Session) -> None:
     """Time the recipes to LOSS, and compare the speed of nanoGPT's recipe with that of a bare loop."""
+    time_to_loss(session, "fast_gpu")
+    nanogpt(session)
+    time_to_loss(session, "best_gpu")
+
+
+def time_to_loss(session: Session, recipe: str) -> None:
+    """Train a recipe with every seed."""
     short = ["max_steps=20", "eval_every=5", "log_every=5"] if session.rehearse else []
     for seed in session.seeds:
-        for recipe in ("best_gpu",) if session.rehearse else ("fast_gpu", "best_gpu"):
-            with session.row("recipes", recipe) as row:
-                run = session.folder / f"{recipe}-{seed}"
-                result = run_recipe(recipe, seed, run, [*session.settings, *short])
-                curve = result.pop("curve")
-                reached = crossing(curve, LOSS)
-                row |= result | {"best loss": min(point["loss"] for point in curve), "tokens/s": steady_speed(run)}
-                row[f"train s to {LOSS}"] = reached["seconds"] if reached else "not reached"
+        with session.row("recipes", recipe) as row:
+            run = session.folder / f"{recipe}-{seed}"
+            result = run_recipe(recipe, seed, run, [*session.settings, *short])
+            curve = result.pop("curve")
+            reached = crossing(curve, LOSS)
+            row |= result | {"best loss": min(point["loss"] for point in curve), "tokens/s": steady_speed(run)}
+            row[f"train s to {LOSS}"] = reached["seconds"] if reached else "not reached"
+            row["estimate"] = nanogpt_estimate(run)
+
+
+def nanogpt(session: Session) -> None:
+    """Train nanoGPT's recipe with minigpt, and in a bare loop."""
     every, device = 10 if session.rehearse else 100, session.device.type
     settings = [*session.settings, f"max_steps={3 * every}", f"eval_every={every}"]
     with session.row("recipes", f"nanogpt_gpu, {3 * every} steps, and a bare loop") as row:
@@ -160,32 +158,39 @@ def gpt2(session: Session) -> None:
             row["tokens/s"] = steady_speed(session.train(f"gpt2-{batch}", *settings, f"data.batch_size={batch}"))
             row["MFU"] = row["tokens/s"] * flops / peak
         if "error" in row:
-            break
+            break  # a larger batch does not fit either
 
 
 def sampling(session: Session) -> None:
     """Generate with random weights of the size of GPT-2 in bfloat16, with minigpt and with transformers."""
-    n, size = (8, 1 << 20) if session.rehearse else (256, 1 << 32)
+    n, bandwidth = 8 if session.rehearse else 256, copied_bytes(session)
     values = {"block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "bias": False}
     values |= {"n_layer": 1, "n_embd": 24, "vocab_size": 512} if session.rehearse else {}
     model = GPT(GPTConfig(**values)).eval().to(session.device, torch.bfloat16)
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=session.device) for _ in range(2))
-    bandwidth = 2 * size / session.timed(lambda: target.copy_(source), times=10)
     weights = 2 * model.config.num_params(positions=False)  # bytes
+    cache = 2 * 2 * values["n_layer"] * values["n_embd"] * n / 2  # bytes of keys and values, on average
     for streams in (1, 64):
         with session.row("sampling", f"{streams} streams") as row:
             speed = n * streams / session.timed(lambda s=streams: minigpt_tokens(model, n, s))
             row |= {"copied GB/s": bandwidth / 1e9, "tokens/s": speed}
-            row["share of the memory bound"] = speed * weights / streams / bandwidth
-            if find_spec("transformers"):
-                theirs = in_transformers(model.config).to(session.device, torch.bfloat16)
-                taken = session.timed(lambda m=theirs, s=streams: transformers_tokens(m, n, s, static=True))
-                row |= {"transformers tokens/s": n * streams / taken, "ratio": speed * taken / n / streams}
+            row["share of the memory bound"] = speed * (weights / streams + cache) / bandwidth
+    for streams in (1, 64) if find_spec("transformers") else ():
+        with session.row("sampling", f"{streams} streams, transformers") as row:
+            theirs = in_transformers(model.config).to(session.device, torch.bfloat16)
+            taken = session.timed(lambda m=theirs, s=streams: transformers_tokens(m, n, s, static=True))
+            row["tokens/s"] = n * streams / taken
+
+
+def copied_bytes(session: Session) -> float:
+    """Return the bytes per second that a copy reads and writes."""
+    source = torch.zeros(1 << (20 if session.rehearse else 30), dtype=torch.uint8, device=session.device)
+    target = torch.zeros_like(source)
+    return 2 * len(source) / session.timed(lambda: target.copy_(source), times=10)
 
 
 def memory(session: Session) -> None:
     """Measure the peak of torch's allocator in three training steps of 8 sequences."""
-    for preset in ("gpt2",) if session.rehearse else ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"):
+    for preset in ("gpt2",) if session.rehearse else ("gpt2", "gpt2_xl", "gpt2_large", "gpt2_medium"):
         for blocks in ("null", "1"):
             with session.row("memory", f"{preset}, checkpoint_blocks={blocks}") as row:
                 settings = [f"model={preset}", "data.batch_size=8", "max_steps=3", f"checkpoint_blocks={blocks}"]
@@ -194,14 +199,17 @@ def memory(session: Session) -> None:
 
 def minutes(session: Session) -> None:
     """Train for a given time; the size of the model is that of the plan, also in a rehearsal."""
-    settings = ["data=text", f"data.path={session.text}"] if session.text else []
-    settings += ["trainer=cpu", "originality=50"] if session.rehearse else ["trainer=gpu"]
+    settings = ["trainer=cpu", "originality=50"] if session.rehearse else ["trainer=gpu"]
+    texts = {} if session.rehearse else {"tiny shakespeare": []}
+    if session.text:
+        texts[session.text.name] = ["data=text", f"data.path={session.text.resolve()}"]
     for given in (0.4,) if session.rehearse else (1, 5):
-        with session.row("minutes", f"minutes={given}, {session.text.name if session.text else 'shakespeare'}") as row:
-            folder = f"data.folder={session.folder}/data"
-            run = session.train(f"minutes{given}", f"minutes={given}", folder, *settings)
-            names = ("best_val_loss", "best_val_bits_per_byte", "params", "steps", "seconds", "wall_seconds")
-            row |= {name: summary(run)[name] for name in names}
+        for text, data in texts.items():
+            with session.row("minutes", f"minutes={given}, {text}") as row:
+                folder = f"data.folder={session.folder}/data"
+                run = session.train(f"minutes{given}-{text}", f"minutes={given}", folder, *settings, *data)
+                names = ("best_val_loss", "best_val_bits_per_byte", "params", "steps", "seconds", "wall_seconds")
+                row |= {name: summary(run)[name] for name in names}
 
 
 def threads(session: Session) -> None:
@@ -211,7 +219,7 @@ def threads(session: Session) -> None:
         for count in counts[: 1 if session.rehearse else None]:
             with session.row("threads", f"{recipe}, {count or 'default'}") as row:
                 steps = 20 if session.rehearse else 150
-                settings = [f"experiment={recipe}", *session.settings, "trainer=cpu", *ONLY_TRAINING]
+                settings = [f"experiment={recipe}", *session.settings, "trainer=cpu"]
                 settings += [f"max_steps={steps}", f"eval_every={steps}", "eval_batches=1"]
                 run = session.train(
                     f"{recipe}-{count}", *settings, env={"OMP_NUM_THREADS": str(count)} if count else {}
@@ -248,7 +256,7 @@ def cell(values: list[Any]) -> str:
     return spread(found, 0 if min(found) >= 1000 else 3) if found else ""
 
 
-PARTS = {part.__name__: part for part in (check, recipes, gpt2, sampling, memory, minutes, threads)}
+PARTS = {part.__name__: part for part in (recipes, gpt2, sampling, memory, minutes, threads)}
 
 
 @cli_entrypoint
@@ -258,7 +266,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU, to test this script")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of the recipes (default: %(default)s)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="for minutes (default: tiny shakespeare)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="another text for minutes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines (default: runs/bench/gpu.jsonl)")
     args = parser.parse_args()
     for part in args.parts:
@@ -266,6 +274,8 @@ def main() -> None:
     require("--seeds", args.seeds, *POSITIVE_INT)
     if not args.rehearse and not torch.cuda.is_available():
         raise UserError("found no CUDA GPU; set --rehearse to test the benchmark on a CPU")
+    if not args.rehearse:
+        text_file()  # checks that it is tiny shakespeare
     with tempfile.TemporaryDirectory() as folder:
         session = Session(args, Path(folder))
         for part in args.parts or PARTS:

@@ -33,7 +33,8 @@ def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             if recipe.split()[0] == BASELINE:
                 rows.append(run_baseline(recipe, seed, args.overrides))
             else:
-                rows.append(run_recipe(recipe, seed, folder / f"{len(rows)}", args.overrides))
+                run = folder / f"{len(rows)}"
+                rows.append(run_recipe(recipe, seed, run, args.overrides) | {"estimate": nanogpt_estimate(run)})
     for row in rows:
         row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
     return rows
@@ -60,7 +61,6 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     return {
         "recipe": recipe,
         "seed": seed,
-        "estimate": nanogpt_estimate(run),
         "params": results["params"],
         "tokens": results["tokens"],
         "startup s": startup,
