@@ -49,7 +49,7 @@ REFUSED = {
     "train.py resume=RUN max_steps=30 data.val_fraction=0.2": "data.val_fraction (0.1 in the checkpoint, 0.2 now)",
     "train.py resume=RUN max_steps=30 data.split=document data.separator=lazy": "data.split (fraction in the ch",
     "train.py resume=RUN max_steps=30 eval_batches=3": "eval_batches (None in the checkpoint, 3 now)",
-    "train.py resume=RUN eval_batches=3 data.eval_batch_size=9": "data.eval_batch_size (64 in the checkpoint, 9 now)",
+    "train.py resume=RUN eval_batches=3 data.eval_batch_size=9": "data.eval_batch_size (16 in the checkpoint, 9 now)",
     "train.py resume=RUN max_steps=40 data.batch_size=4": "its settings, to be repeated, are in",
     "train.py resume=missing": "missing does not exist; give a run folder or a checkpoint file",
     "train.py callbacks.checkpoint.save_top_k=0": "save_top_k must be an integer ≥ 1, got 0",
