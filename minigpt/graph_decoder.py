@@ -75,14 +75,11 @@ class _FixedStep:
         return self.logits.clone()  # the next step overwrites them
 
     def _record(self, device: torch.device) -> None:
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
         mode: Any = {"stream": _recording_stream(device), "capture_error_mode": "thread_local"}
-        try:
-            with _RECORDING, torch.cuda.device(device), torch.cuda.graph(graph, **mode):
-                self.logits = self._compute()
-        except BaseException:
-            torch.cuda.set_stream(before)  # `graph` does not if it cannot end the recording
-            raise
+        # `stream` selects the device, and restores what `graph` does not if it cannot end the recording.
+        with _RECORDING, torch.cuda.stream(now), torch.cuda.graph(graph, **mode):
+            self.logits = self._compute()
         self.graph = graph
 
     def _compute(self) -> Tensor:

@@ -17,9 +17,7 @@ EPS = 1e-5  # default of what is added to the variance or the mean square
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
-    if weight is not None and weight.dtype != x.dtype and not _autocasts_norms(x):  # FSDP2 gathers bfloat16
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return torch.layer_norm(x, x.shape[-1:], _in_type_of(x, weight), _in_type_of(x, bias), eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
@@ -28,8 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
         with torch.autocast("cuda", enabled=False):  # the kernel adds in float32 anyway
             y = F.rms_norm(x, x.shape[-1:], None, eps)
     elif not _use_fused_cpu(x, torch.float32):
-        weight = weight if weight is None or _autocasts_norms(x) else weight.to(x.dtype)
-        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+        y = F.rms_norm(x, x.shape[-1:], _in_type_of(x, weight), eps)
     else:
         y = _RMSNorm.apply(x, eps)[0] if torch.is_grad_enabled() else x * _rms_factor(x, eps)
         y = y if weight is None else y * weight
@@ -97,6 +94,11 @@ def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
 def _autocasts_norms(x: Tensor) -> bool:
     """Whether autocast converts x and the weights of a norm to float32, and returns that: on a CUDA GPU."""
     return x.is_cuda and torch.is_autocast_enabled("cuda")
+
+
+def _in_type_of(x: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Return the weights of a norm in the type of x, because FSDP2 gathers bfloat16; autocast converts both itself."""
+    return weight if weight is None or _autocasts_norms(x) else weight.to(x.dtype)
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:

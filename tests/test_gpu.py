@@ -38,6 +38,7 @@ from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.generation import score
 from minigpt.generation_settings import Sampling
+from minigpt.ops import NORMS
 from minigpt.optim import adamw, muon
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
@@ -270,6 +271,14 @@ def test_autocast_keeps_the_loss_in_float32_and_on_a_cpu_the_residual_stream() -
     if KIND == "gpu":
         reduced |= {"final_norm", "blocks.0", "blocks.0.norm_1", "blocks.0.norm_2"}
     assert {name for name, dtype in outputs.items() if dtype == torch.bfloat16} == reduced
+
+
+def test_autocast_does_not_round_the_weights_of_norms() -> None:
+    x = Tensor([1, -1] * 4).to(DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32)  # as the residual stream
+    weight = torch.full((8,), 1 + 2**-9, device=DEVICE)  # in bfloat16: 1
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for norm in NORMS.values():
+            assert_close(norm(x, weight).float(), x.float() * weight, atol=1e-4, rtol=0)
 
 
 def test_models_generate_at_once_as_one_after_another() -> None:

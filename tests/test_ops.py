@@ -51,6 +51,13 @@ def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_
     assert set(found.values()) == {torch.bfloat16, torch.float32}
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_weights_of_a_norm_may_have_another_type_than_its_input(dtypes: tuple[torch.dtype, torch.dtype]):
+    x, weight = torch.randn(2, 4, 8).to(dtypes[0]), torch.randn(8).to(dtypes[1])
+    for norm in NORMS.values():
+        assert torch.equal(norm(x, weight), norm(x, weight.to(x.dtype)))
+
+
 def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
     x = torch.zeros(2, 8, requires_grad=True)
     y = rms_norm(x)
