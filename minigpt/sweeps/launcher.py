@@ -35,7 +35,7 @@ from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.scripts import ROOT, import_extra
-from minigpt.utils.signals import Interrupted, handle_signals
+from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, handle_signals
 from minigpt.utils.terminal import log
 
 _busy = threading.Lock()  # held while this worker runs a job
@@ -120,15 +120,19 @@ class Launcher(hydra_launcher.Launcher):
         waiting = deque(map(Job, self.points, [[*own, *overrides] for overrides in job_overrides]))
         running: dict[Any, tuple[Job, Any]] = {}  # future → its job and executor
         signals: list[int] = []
+        stops = 0  # for each signal, the running jobs are stopped once
 
-        def handle(signum: int, _: object) -> None:
-            signals.append(signum)
-            waiting.clear()
-            self.stop(list(running), kill=len(signals) > 1)
+        def receive(signum: int, _: object) -> None:  # the loop below acts on it, when no job is being started
+            if signum != HANGUP_SIGNAL or not signals:
+                signals.append(signum)
 
-        with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
+        with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, receive):
             executors = self.executors = self.executors or self.start(self.most_jobs)
             while running or waiting:
+                if len(signals) > stops:
+                    stops += 1
+                    waiting.clear()
+                    self.stop(list(running), kill=stops > 1)
                 if waiting and executors:
                     with self.batch():
                         while waiting and executors:

@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-REQUEUE_SIGNAL = signal.SIGUSR1  # sent by schedulers before preemption
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUE_SIGNAL)
+# Windows has neither of these two.
+REQUEUE_SIGNAL: Any = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption
+HANGUP_SIGNAL: Any = getattr(signal, "SIGHUP", None)  # sent twice when a terminal closes: by the shell and the system
+END_SIGNALS = [signum for signum in (signal.SIGINT, signal.SIGTERM, HANGUP_SIGNAL, REQUEUE_SIGNAL) if signum]
 
 
 class Interrupted(BaseException):
@@ -22,7 +24,7 @@ class Interrupted(BaseException):
 
 def exit_on_requeue_signal() -> None:
     """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal` replaces the handler."""
-    if signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
+    if REQUEUE_SIGNAL and signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
         signal.signal(REQUEUE_SIGNAL, _exit_for_requeue)
 
 
@@ -40,8 +42,9 @@ def raise_on_signal() -> AbstractContextManager[None]:
 
 @contextmanager
 def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Handle signals with a function, and with their previous handlers afterwards."""
-    previous = {signum: signal.signal(signum, handler) for signum in signums}
+    """Handle signals with a function, and with their previous handlers afterwards; ignored ones stay ignored."""
+    handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    previous = {signum: signal.signal(signum, handler) for signum in handled}
     try:
         yield
     finally:
@@ -50,5 +53,7 @@ def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | N
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:
-    """Raise `Interrupted` for a signal."""
+    """Raise `Interrupted` for a signal, once for those of a terminal that closes."""
+    if signum == HANGUP_SIGNAL:
+        signal.signal(signum, signal.SIG_IGN)
     raise Interrupted(signum)

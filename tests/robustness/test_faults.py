@@ -13,7 +13,7 @@ from robustness.faults.tools import Fault, Skipped
 from small_runs import wandb_records
 
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
-from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
+from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted, raise_on_signal
 
 MARKS = {"fast": [], "slow": [pytest.mark.slow], "ci": [pytest.mark.slow, pytest.mark.ci]}
 
@@ -66,3 +66,30 @@ def test_only_a_second_signal_ends_a_run_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_terminal_that_closes_ends_a_run_once_though_it_sends_two_signals() -> None:
+    """The shell sends one, and the system another; before and after the training too."""
+    trainer: Any = None
+    with handle_signals(END_SIGNALS, raise_interrupted):
+        shutdown = GracefulShutdown(sync_every=1)
+        with handle_signals(END_SIGNALS, raise_interrupted):
+            shutdown.on_train_start(trainer, None)
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+        assert shutdown.received == signal.SIGHUP
+        with pytest.raises(Interrupted) as ended:
+            signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    assert ended.value.exit_code == 129
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As SIGHUP is with nohup."""
+    trainer: Any = None
+    with handle_signals(END_SIGNALS, raise_interrupted):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with raise_on_signal(), handle_signals(END_SIGNALS, raise_interrupted):
+            GracefulShutdown(sync_every=1).on_train_start(trainer, None)
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

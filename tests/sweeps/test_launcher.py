@@ -1,13 +1,17 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
+import signal
+from concurrent.futures import Future
+
 import pytest
 import yaml
 from omegaconf import OmegaConf
 from small_runs import ROOT, composed
 
 from minigpt.run_config import check_run
-from minigpt.sweeps.launcher import Joblib, visible_gpus
-from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
+from minigpt.sweeps.launcher import Joblib, Launcher, visible_gpus
+from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_sweep
+from minigpt.utils.signals import Interrupted
 
 
 @pytest.mark.parametrize(
@@ -36,6 +40,57 @@ def test_without_an_environment_variable_gpus_are_those_of_the_machine(monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     assert visible_gpus() == ["0", "1"]
+
+
+class TwoJobs(Launcher):
+    """Two jobs at a time, which run until they were stopped so often; signals arrive when the second one starts."""
+
+    most_jobs = 2
+
+    def __init__(self, signums, stops):
+        hydra = {"runtime": {"config_sources": []}, "searchpath": [], "overrides": {"hydra": []}}
+        self.config, self.executors = OmegaConf.create({"hydra": hydra}), []
+        self.signums, self.needed = signums, stops
+        self.submitted, self.stops, self.ended = [], [], []
+        self.on_end = lambda point, failure: self.ended.append(point)
+
+    def start(self, jobs):
+        class Executors(list):
+            def pop(executors):
+                for signum in self.signums if len(executors) == 1 else ():
+                    signal.raise_signal(signum)
+                return super().pop()
+
+        return Executors([self] * jobs)
+
+    def submit(self, job):
+        self.submitted.append(job.point)
+        return Future()
+
+    def stop(self, futures, *, kill):
+        self.stops.append(kill)
+        for future in futures if len(self.stops) == self.needed else ():
+            future.set_result(None)
+
+
+SENT = {
+    "SIGINT": [False],
+    "SIGTERM SIGTERM": [False, True],
+    "SIGHUP SIGHUP": [False],  # of the shell and of the system when a terminal closes
+}
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_path, sent):
+    signums = [signal.Signals[name] for name in sent.split()]
+    launcher = TwoJobs(signums, len(SENT[sent]))
+    launcher.points = [Point(tmp_path / str(number), {}) for number in range(4)]
+    with pytest.raises(Interrupted) as ended:
+        launcher.launch([[]] * 4, 0)
+    assert ended.value.exit_code == 128 + signums[0]
+    assert launcher.stops == SENT[sent]  # whether the jobs were killed
+    assert launcher.ended == launcher.submitted
+    assert len(launcher.submitted) <= 2
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run."""
+"""SIGINT, SIGTERM, SIGHUP and SIGUSR1 save a checkpoint and end the run."""
 
 import signal
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import LAST
-from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, raise_interrupted
+from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, raise_interrupted
 
 
 class GracefulShutdown(Callback):
@@ -25,9 +25,10 @@ class GracefulShutdown(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Replace the handlers; Lightning restores those from before the training when it ends."""
-        requeued = signal.getsignal(REQUEUE_SIGNAL) not in (signal.SIG_DFL, raise_interrupted)  # by submitit
         for signum in END_SIGNALS:
-            if not (requeued and signum == REQUEUE_SIGNAL):
+            before = signal.getsignal(signum)
+            by_submitit = signum == REQUEUE_SIGNAL and before not in (signal.SIG_DFL, raise_interrupted)
+            if before != signal.SIG_IGN and not by_submitit:
                 signal.signal(signum, self._receive)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -44,9 +45,9 @@ class GracefulShutdown(Callback):
             self._end(trainer, self.received)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and signum != HANGUP_SIGNAL:
             raise Interrupted(signum)
-        self.received = signum
+        self.received = self.received or signum
 
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if not signum:

@@ -63,6 +63,26 @@ def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random)
     return None
 
 
+def close_terminal(workdir: Path, rng: Random) -> str | None:
+    """Close the terminal of a run, which sends SIGHUP twice, and no output is possible: the run exits, and resumes."""
+    reference()
+    master, slave = os.openpty()
+    run = Run(workdir / "run", terminal=os.ttyname(slave))
+    wait_until_random_time(run, rng)
+    os.close(master)
+    run.signal(signal.SIGHUP)  # of the shell
+    code = run.wait()
+    os.close(slave)
+    if code == 0:
+        assert_same_run(run.folder, reference())
+        return "after the run had ended"
+    assert code == 128 + signal.SIGHUP, f"exit code {code}"
+    if (run.folder / "summary.json").exists():
+        assert read_summary(run.folder)["status"] == "interrupted"
+    assert_resumes(run.folder)
+    return None
+
+
 def interrupt_twice(workdir: Path, rng: Random) -> str:
     """Press Ctrl-C twice: the run exits, and resumes; how fast it exits is a note, because machines may be busy."""
     run = Run(workdir / "run")
@@ -124,6 +144,7 @@ FAULTS = [
     Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20, "fast"),
     Fault("SIGINT at a random time", partial(interrupt, signal.SIGINT, False), 20, "slow"),
     Fault("SIGUSR1 (preemption) at a random time", partial(interrupt, signal.SIGUSR1, False), 20),
+    Fault("SIGHUP (closed terminal) at a random time", close_terminal, 20, "fast"),
     Fault("SIGTERM during startup", partial(interrupt, signal.SIGTERM, True), 6),
     Fault("SIGINT during startup", partial(interrupt, signal.SIGINT, True), 6),
     Fault("SIGUSR1 (preemption) during startup", partial(interrupt, signal.SIGUSR1, True), 6),

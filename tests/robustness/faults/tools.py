@@ -64,15 +64,24 @@ class Run(Script):
 
     Args:
         signal_at: (n, signum): send the signal right before the n-th file operation in the run folder.
+        terminal: path of a terminal for its output; closing its other side closes it.
         options: those of `Script`.
     """
 
-    def __init__(self, folder: Path, *overrides: str, signal_at: tuple[int, int] = (0, 0), **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        signal_at: tuple[int, int] = (0, 0),
+        terminal: str = "",
+        **options: Any,
+    ) -> None:
         self.folder = folder
         arguments = [*SETTINGS, f"data.path={shared()}/fox.txt", f"data.folder={shared()}/data", *overrides]
         output = shared() / f"{time.monotonic_ns()}"
-        count = partial(count_operations, folder, output.with_suffix(".operations"), *signal_at)
-        super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=count, **options)
+        operations = output.with_suffix(".operations")
+        prepared = partial(prepare, terminal, folder, operations, *signal_at)
+        super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=prepared, **options)
 
     @property
     def messages(self) -> list[str]:
@@ -93,6 +102,16 @@ class Run(Script):
         """Wait for the exit code of the run, which must be this one."""
         found = self.wait()
         assert found == code, f"exit code {found}; stderr: {self.stderr}"
+
+
+def prepare(terminal: str, *counted: Any) -> None:
+    """Prepare a process of a run before its script starts: its terminal, and the count of its file operations."""
+    if terminal:
+        opened = os.open(terminal, os.O_RDWR)  # the controlling terminal of the session, which this process leads
+        for stream in range(3):
+            os.dup2(opened, stream)
+        os.close(opened)
+    count_operations(*counted)
 
 
 def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
