@@ -26,6 +26,7 @@ from minigpt.runs.run import train_in
 from minigpt.runs.run_dir import command, short_path
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
+from minigpt.utils.terminal import replace_dead_output
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
@@ -48,7 +49,8 @@ def resume_command(folder: Path) -> str:
 
 @cli_entrypoint
 def start() -> None:
-    """Run Hydra with the command line that all ranks share."""
+    """Run Hydra with the command line that all ranks share; nobody has to read the output of a training."""
+    replace_dead_output(ends_script=False)
     sys.argv[1:] = shared_arguments(sys.argv[1:])
     main()
 

@@ -115,6 +115,14 @@ class Script:
         return self.files[1].read_text(errors="replace") if self.files[1].exists() else ""
 
 
+def close_output() -> None:
+    """Let this process write to a pipe whose reader has gone; an argument `prepare` of `Script`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+
+
 def live_processes(session: int) -> list[int]:
     """Return the processes of a session, without zombies."""
     found = []

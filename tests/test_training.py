@@ -1,6 +1,10 @@
 """Training as a user sees it: real Trainer, real configurations, a small text."""
 
+import errno
 import inspect
+import itertools
+import re
+import signal
 import time
 
 import matplotlib.image
@@ -9,6 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
+from processes import close_output
 from small_runs import column, composed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +28,7 @@ from minigpt.language_model import LanguageModel
 from minigpt.run_config import TRAINER_OPTIONS, check_run
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.lightning_workarounds import unscale_before_clipping
+from minigpt.runs.run_dir import read_summary
 from minigpt.runs.trainer import build_trainer, partial_from_config
 from minigpt.utils.errors import UserError
 
@@ -176,6 +182,72 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
     assert output.count("warning: Samples failed at step") == 2
     assert output.count("warning: the final sample failed: RuntimeError: no text today") == 1
     assert output.count("warning: AttentionMaps failed at step") == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_final_sample_ends_a_run_that_is_complete(call, tmp_path, monkeypatch, signum):
+    monkeypatch.setattr("minigpt.runs.fit.sample_text", lambda *_, **__: signal.raise_signal(signum))
+    ended = call("train.py", "max_steps=2", "hydra.run.dir=run")
+    assert ended.returncode == 128 + signum
+    assert ended.stderr.splitlines()[-1] == f"interrupted by {signum.name}"
+    assert "resume with" not in ended.stderr
+    summary = read_summary(tmp_path / "run")
+    assert (summary["status"], summary["steps"], summary["best_step"]) == ("completed", 2, 2)
+
+
+def test_a_failure_to_load_the_best_checkpoint_for_a_sample_is_a_warning(train, monkeypatch, capsys):
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("minigpt.runs.fit.load_checkpoint", fails)
+    assert train("max_steps=2").summary["status"] == "completed"
+    assert "warning: the final sample failed: out of memory; " in capsys.readouterr().err
+
+
+def test_curves_that_cannot_be_written_are_a_warning_after_the_summary(call, tmp_path, curves):
+    (tmp_path / "run/curves.png").mkdir(parents=True)
+    ended = call("train.py", "max_steps=2", "hydra.run.dir=run")
+    assert ended.returncode == 0
+    (warning,) = (line for line in ended.stderr.splitlines() if "curves.png" in line)
+    assert re.fullmatch(r"warning: curves\.png was not written: \S+/curves\.png: is a directory; .*", warning)
+    assert read_summary(tmp_path / "run")["status"] == "completed"
+
+
+def test_a_callback_that_stops_a_training_is_the_reason_why_it_ended(train, monkeypatch, capsys):
+    elapsed = itertools.count()  # seconds, one more at every step
+    monkeypatch.setattr("lightning.pytorch.callbacks.Timer.time_elapsed", lambda *_: next(elapsed))
+    timer = "+callbacks.timer._target_=lightning.pytorch.callbacks.Timer"
+    line = [timer, "+callbacks.timer.duration={seconds: 3}", "max_steps=6", "eval_every=6"]
+    summary = train(*line).summary
+    assert (summary["steps"], summary["status"], summary["stopped_early"]) == (3, "completed", True)
+    assert summary["reason"] == "stopped early at step 3 of 6: ended by a callback: Timer"
+    assert f"\n{summary['reason']}\n" in capsys.readouterr().out
+    train(*line, "resume=auto")
+    assert "is complete at step 3 of 6" in capsys.readouterr().out
+    line[1] = "+callbacks.timer.duration={days: 1}"
+    assert train(*line, "resume=auto").summary["steps"] == 6
+
+
+def test_a_run_whose_output_nobody_reads_trains_to_the_end(launch, tmp_path):
+    ended = launch("train.py", "max_steps=4", "eval_every=2", "hydra.run.dir=run", cwd=tmp_path, prepare=close_output)
+    assert ended.returncode == 0
+    assert read_summary(tmp_path / "run")["status"] == "completed"
+    assert [line.split()[1] for line in (tmp_path / "run/log.txt").read_text().splitlines() if line[:5] == "step "] == [
+        "2/4",
+        "4/4",
+    ]
+
+
+def test_a_broken_pipe_of_a_logger_is_an_error(call, tmp_path, monkeypatch):
+    def disconnected(*args):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("minigpt.runs.trainer.append_metrics", disconnected)
+    ended = call("train.py", "max_steps=2", "hydra.run.dir=run")
+    assert ended.returncode == 1
+    reason = "BrokenPipeError: [Errno 32] Broken pipe (MINIGPT_TRACEBACK=1 shows where)"
+    assert ended.stderr.splitlines()[-1] == f"error: {reason}"
+    assert (read_summary(tmp_path / "run")["status"], read_summary(tmp_path / "run")["reason"]) == ("failed", reason)
 
 
 def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train, caplog):

@@ -90,6 +90,16 @@ def fit(
         origin["resumed_from"] = before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
     save_config(folder, composed, overrides)
     run_dir.truncate_logs(folder, step)
+    described = {
+        "seed": run.seed,
+        "eval_batches": run.eval_batches,
+        "tokenizer": corpus.tokenizer.to_dict()["name"],
+        "corpus": corpus.name,
+        "corpus_sha256": corpus.sha256,
+        "validated": corpus.validated_part(config.block_size, run.data["eval_batch_size"], run.eval_batches),
+    }
+    if run.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
+        described["expected_val_loss"] = plan["expected_val_loss"]
 
     metrics, state = MetricsCallback(run, config.block_size, started=started), ResumeState(saved)
     torch.manual_seed(run.seed)
@@ -108,7 +118,7 @@ def fit(
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
 
-    outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
+    outcome: dict[str, Any] = {"status": "interrupted", "reason": "", "stopped_early": False}  # until the training ends
     exit_code = 0
     try:
         for logger in trainer.loggers:
@@ -119,9 +129,9 @@ def fit(
         sample, outcome["originality"] = "", None
         if outcome["status"] != "paused":
             seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
-            sample, outcome["originality"] = sample_best(trainer, module, corpus, run, seconds)
+            with only_a_warning("the final sample failed"):
+                sample, outcome["originality"] = sample_best(trainer, module, corpus, run, seconds)
     except (Interrupted, KeyboardInterrupt, SystemExit) as error:  # SystemExit: submitit has requeued the job
-        outcome["status"] = "interrupted"
         exit_code = os.EX_TEMPFAIL if isinstance(error, SystemExit) else explain(error)[1]
         raise
     except Exception as error:
@@ -130,16 +140,10 @@ def fit(
         if trainer.world_size > 1 and (isinstance(error, DistError) or type(error) is RuntimeError):  # of NCCL, of gloo
             error = RunError(f"{error}; {LOST_RANK}")
         outcome |= {"status": "failed", "reason": error_text(error)}
-        exit_code = explain(error)[1] or 1
+        exit_code = explain(error)[1]
         raise error
     finally:
-        summary = metrics.summary(trainer, module) | outcome | origin
-        summary |= {"seed": run.seed, "eval_batches": run.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
-        if run.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
-            summary["expected_val_loss"] = plan["expected_val_loss"]
-        validated = corpus.validated_part(config.block_size, run.data["eval_batch_size"], run.eval_batches)
-        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated}
-        write_results(trainer, folder, summary, exit_code)
+        summary = write_results(trainer, module, metrics, outcome | origin | described, exit_code)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
@@ -156,9 +160,11 @@ def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
 def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
     """Return how a training ended without an error: completed, stopped early with a reason, or paused at `pause_at`."""
     step, reason = trainer.global_step, ""
-    messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
-    if trainer.should_stop and step < max_steps and any(messages):
-        message = next(filter(None, messages)).partition(" Signaling")[0]
+    if trainer.should_stop and step < max_steps:
+        classes = [type(callback) for callback in trainer.callbacks]
+        others = ", ".join(each.__name__ for each in classes if not each.__module__.startswith("minigpt."))
+        messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
+        message = next(filter(None, messages), f"ended by a callback: {others}").partition(" Signaling")[0]
         reason = f"stopped early at step {step} of {max_steps}: {message}"
     paused = not reason and trainer.max_steps <= step < max_steps
     return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
@@ -202,11 +208,10 @@ def sample_best(
     if trainer.is_global_zero:
         what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
         run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s")
-    end, sample = time.perf_counter() + seconds, ""
+    end = time.perf_counter() + seconds
     settings: Any = {"temperature": 0.8, "seed": run.seed, "max_new_tokens": FINAL_TOKENS}
-    with only_a_warning("the final sample failed"):
-        most = seconds / 2 if best.exists() or trainer.world_size == 1 else inf
-        sample = sample_text(model, corpus.tokenizer, "", seconds=most, **settings)
+    most = seconds / 2 if best.exists() or trainer.world_size == 1 else inf
+    sample = sample_text(model, corpus.tokenizer, "", seconds=most, **settings)
     if not compares:
         return sample, None
     left = 0.8 * (end - time.perf_counter())  # the comparison itself takes the rest
@@ -214,15 +219,31 @@ def sample_best(
     return sample, from_extras("final_originality")(model, corpus, sample, folder, **options)
 
 
-def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any], exit_code: int) -> None:
-    """Write the curves and the summary of a run that has something to show, on rank 0; finish its W&B run."""
-    has_metrics = (folder / run_dir.METRICS).exists()
-    if trainer.is_global_zero and (has_metrics or summary["steps"]):
-        if has_metrics:
-            plot_curves(folder, summary)
-        run_dir.write_summary(folder, summary)
-    for wandb in wandb_loggers(trainer):
-        wandb.finish(summary, exit_code)
+def write_results(
+    trainer: L.Trainer, module: LanguageModel, metrics: MetricsCallback, summary: dict[str, Any], exit_code: int
+) -> dict[str, Any]:
+    """Write the summary of a run that has something to show, then its curves, on rank 0; finish its W&B run.
+
+    Args:
+        summary: what it holds beside the figures of `metrics`, among that how the training ended.
+        exit_code: of the process; W&B shows a training that is complete as finished all the same.
+
+    Returns:
+        The whole summary.
+    """
+    folder = Path(trainer.default_root_dir)
+    try:
+        summary = metrics.summary(trainer, module) | summary
+        has_metrics = (folder / run_dir.METRICS).exists()
+        if trainer.is_global_zero and (has_metrics or summary["steps"]):
+            run_dir.write_summary(folder, summary)
+            if has_metrics:
+                with only_a_warning(f"{run_dir.CURVES} was not written"):
+                    plot_curves(folder, summary)
+    finally:
+        for wandb in wandb_loggers(trainer):
+            wandb.finish(summary, 0 if summary["status"] == "completed" else exit_code)
+    return summary
 
 
 def provenance() -> dict[str, Any]:

@@ -100,7 +100,12 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             with cpu_threads(run.threads):
                 return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
-            if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
+            if (
+                resume_command
+                and is_rank_zero()
+                and (folder / "checkpoints").is_dir()
+                and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)  # lacks only its final sample
+            ):
                 print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
             raise
 

@@ -162,6 +162,8 @@ def _incomplete(points: Sequence[Point]) -> Iterator[str]:
         yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
     if counts:
         yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
+    if stopped := sum(point.status == COMPLETED and point.reason != "" for point in points):
+        yield f"{stopped} of {len(points)} runs stopped early: rows may differ in their numbers of steps."
     if missing := sum(point.status == COMPLETED and point.loss(NATS) is None for point in points):
         yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
 

@@ -128,12 +128,11 @@ class Launcher(hydra_launcher.Launcher):
 
         with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, receive):
             executors = self.executors = self.executors or self.start(self.most_jobs)
-            while running or waiting:
+            while running or (waiting and not signals):
                 if len(signals) > stops:
                     stops += 1
-                    waiting.clear()
                     self.stop(list(running), kill=stops > 1)
-                if waiting and executors:
+                if waiting and executors and not signals:
                     with self.batch():
                         while waiting and executors:
                             executor, job = executors.pop(), waiting.popleft()

@@ -12,7 +12,7 @@ from typing import Any
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import explain_hydra
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import is_rank_zero, sanitize_line
+from minigpt.utils.terminal import is_rank_zero, replace_dead_output, sanitize_line
 
 IMPORTED_FROM = "modules are imported from the working folder and the installed packages"
 
@@ -24,6 +24,7 @@ def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: object, **kwargs: object) -> Any:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        replace_dead_output(ends_script=True)
         try:
             result = function(*args, **kwargs)
             sys.stdout.flush()  # raises here if the pipe is closed
@@ -33,12 +34,10 @@ def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             message, code = explain(error)
             of_all_ranks = getattr(error, "of_all_ranks", code != 1)  # bad input, signals, divergence
+            replace_dead_output(ends_script=False)  # the interpreter flushes again at exit
             if message and (is_rank_zero() or not of_all_ranks):
                 print(message, file=sys.stderr)
-            try:
-                sys.stdout.flush()
-            except OSError:  # closed or full: the interpreter would flush again at exit, and print an error
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout.flush()
             sys.exit(code)
 
     return wrapper
@@ -58,7 +57,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
     if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
         return explain(cause)
-    # Hydra raises built-in errors for some of its syntax.
+    # Hydra raises built-in errors for some of its syntax. The stream of a script raises others than a socket.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
     packages = {module.partition(".")[0] for module in (type(error).__module__, *modules)}
     if isinstance(error, UserError):
@@ -67,11 +66,11 @@ def explain(error: BaseException) -> tuple[str, int]:
         message, code = str(error), error.exit_code
     elif isinstance(error, KeyboardInterrupt):
         message, code = "interrupted", 130
-    elif isinstance(error, BrokenPipeError):
+    elif isinstance(error, BrokenPipeError) and modules == [replace_dead_output.__module__]:
         message, code = "", 0
     elif packages & {"hydra", "omegaconf", "antlr4"}:
         message, code = f"error: {explain_hydra(error)}", 2
-    elif isinstance(error, OSError) and error.strerror:
+    elif isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""

@@ -43,8 +43,11 @@ def raise_on_signal() -> AbstractContextManager[None]:
 @contextmanager
 def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Handle signals with a function, and with their previous handlers afterwards; ignored ones stay ignored."""
-    handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    previous = {signum: signal.signal(signum, handler) for signum in handled}
+    previous = {
+        signum: signal.signal(signum, handler)
+        for signum in signums
+        if signal.getsignal(signum) != signal.SIG_IGN  # nohup ignores SIGHUP
+    }
     try:
         yield
     finally:

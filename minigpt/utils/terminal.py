@@ -1,11 +1,12 @@
-"""Text for terminals: one line, printable, without control characters."""
+"""Text for terminals: one line, printable, without control characters; and output that nobody reads."""
 
 import difflib
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
@@ -33,6 +34,27 @@ def is_rank_zero() -> bool:
 def log(line: str) -> None:
     """Print a line to stderr."""
     print(sanitize_line(line), file=sys.stderr, flush=True)
+
+
+def replace_dead_output(*, ends_script: bool) -> None:
+    """Let the standard streams write to os.devnull once they fail: a closed pipe or terminal, a full disk.
+
+    Args:
+        ends_script: raise the error too; otherwise the script does its work to the end.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
+        for name in ("write", "flush"):  # replaced in place, because loggers hold the streams
+            setattr(stream, name, partial(_write_or_replace, getattr(stream, name), stream.fileno, ends_script))
+
+
+def _write_or_replace(method: Callable[..., int], descriptor: Callable[[], int], ends_script: bool, *args: str) -> int:
+    try:
+        return method(*args)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor())
+        if ends_script:
+            raise
+        return method(*args)
 
 
 def sanitize_line(text: str) -> str:

@@ -46,9 +46,14 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
 
 
 def test_weights_and_biases_gets_the_results_of_a_whole_run(
-    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    curves: None,
 ) -> None:
-    """Also the originality of its text."""
+    """Also the originality of its text, and also if its picture cannot be written."""
+    (tmp_path / "run/curves.png").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     train("logger=wandb", "originality=100")

@@ -145,6 +145,9 @@ def test_what_cannot_be_told_is_said():
     pruned = told([*points[:3], *(replace(point, status="paused") for point in points[3:])])
     assert "24 of 27 runs are paused" in pruned
     assert "There is no other row to compare it with." in pruned
+    early = replace(last, reason="stopped early at step 7 of 20: ended by a callback: Timer")
+    assert "1 of 27 runs stopped early: rows may differ" in told([*others, early])
+    assert "stopped early" not in told([*others, last])
     assert "1 completed run has no finite loss." in told([*others, replace(last, totals={})])
     again = [*points, replace(points[0], status="skipped", totals={}, reason="same configuration as another point")]
     assert told(again) == told(points)

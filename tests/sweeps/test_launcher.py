@@ -55,9 +55,11 @@ class TwoJobs(Launcher):
         self.on_end = lambda point, failure: self.ended.append(point)
 
     def start(self, jobs):
+        signums = self.signums
+
         class Executors(list):
-            def pop(executors):
-                for signum in self.signums if len(executors) == 1 else ():
+            def pop(self):
+                for signum in signums if len(self) == 1 else ():
                     signal.raise_signal(signum)
                 return super().pop()
 

@@ -44,6 +44,7 @@ CASES = [
     (Interrupted(signal.SIGTERM), "interrupted by SIGTERM", 143),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last"), f"error: /big/last: {FULL}", 1),
     (OSError(errno.EACCES, "Permission denied", "a\nb"), "error: a b: permission denied; choose another folder", 2),
+    (BrokenPipeError(errno.EPIPE, "Broken pipe"), f"error: BrokenPipeError: [Errno 32] Broken pipe {SHOWN}", 1),
     (MemoryError(), "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1),
     (IMPORT_ERROR, "interrupted by SIGTERM", 143),
     (UserError("x" * 1_000_000), f"error: {'x' * 993} …", 2),
@@ -120,6 +121,7 @@ def test_a_closed_pipe_is_no_error_and_hides_none():
     reader, writer = os.pipe()
     os.close(reader)
     assert run("for i in range(100_000): print(i)", stdout=writer) == (0, "")
+    assert run("print('x' * 1_000_000); os._exit(3)", stdout=writer) == (0, "")
     lost = run("print('a few words'); raise ValueError('lost')", stdout=writer)
     assert lost == (1, f"error: ValueError: lost {SHOWN}\n")
     os.close(writer)

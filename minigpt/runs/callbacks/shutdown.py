@@ -27,8 +27,9 @@ class GracefulShutdown(Callback):
         """Replace the handlers; Lightning restores those from before the training when it ends."""
         for signum in END_SIGNALS:
             before = signal.getsignal(signum)
-            by_submitit = signum == REQUEUE_SIGNAL and before not in (signal.SIG_DFL, raise_interrupted)
-            if before != signal.SIG_IGN and not by_submitit:
+            if before != signal.SIG_IGN and (
+                signum != REQUEUE_SIGNAL or before in (signal.SIG_DFL, raise_interrupted)  # not that of submitit
+            ):
                 signal.signal(signum, self._receive)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

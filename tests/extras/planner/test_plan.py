@@ -59,6 +59,10 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
         def training_step(self, batch, batch_idx):
             return 1 / 0 if batch_idx == 15 else super().training_step(batch, batch_idx)
 
+    class Damaging(LanguageModel):
+        def on_train_end(self):
+            (tmp_path / "planned/plan.json").write_text("{")
+
     monkeypatch.setattr(planning, "LEAST_STEPS", 20)  # so that a loss is expected
     sizes = ["model.n_layer=1", "model.n_embd=30"]  # 30 is no multiple of nano's n_head
     short = [*mine, *sizes, "originality=null", "callbacks.samples=null", "max_steps=20", "eval_every=10"]
@@ -73,7 +77,10 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     assert all(line in printed for line in lines)
     config = OmegaConf.load(tmp_path / "planned/.hydra/config.yaml")
     assert {key: OmegaConf.select(config, key) for key in settings} == settings
-    summary = minigpt.train([*command, "resume=auto"])
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.runs.fit.LanguageModel", Damaging)
+        summary = minigpt.train([*command, "resume=auto"])
+    (tmp_path / "planned/plan.json").write_text(before)
     assert (summary["steps"], summary["expected_val_loss"]) == (20, expected)
     assert 0 < expected[1] < expected[0]
     assert f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached" in capsys.readouterr().out
