@@ -14,7 +14,7 @@ from minigpt.run_config import check_hydra, check_run
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import replace_dead_output, sanitize_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors; `cli_entrypoint` prints them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
@@ -53,5 +53,6 @@ def prepare(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    replace_dead_output(ends_script=False)
     sys.argv[1:] = complete_overrides(sys.argv[1:], groups=["tokenizer"])
     cli_entrypoint(main)()

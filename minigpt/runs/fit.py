@@ -161,10 +161,13 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
     """Return how a training ended without an error: completed, stopped early with a reason, or paused at `pause_at`."""
     step, reason = trainer.global_step, ""
     if trainer.should_stop and step < max_steps:
-        classes = [type(callback) for callback in trainer.callbacks]
-        others = ", ".join(each.__name__ for each in classes if not each.__module__.startswith("minigpt."))
+        others = [
+            type(callback).__name__
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if not type(callback).__module__.startswith("minigpt.")
+        ]
         messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
-        message = next(filter(None, messages), f"ended by a callback: {others}").partition(" Signaling")[0]
+        message = next(filter(None, messages), f"ended by a callback: {', '.join(others)}").partition(" Signaling")[0]
         reason = f"stopped early at step {step} of {max_steps}: {message}"
     paused = not reason and trainer.max_steps <= step < max_steps
     return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}

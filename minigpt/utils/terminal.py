@@ -37,14 +37,18 @@ def log(line: str) -> None:
 
 
 def replace_dead_output(*, ends_script: bool) -> None:
-    """Let the standard streams write to os.devnull once they fail: a closed pipe or terminal, a full disk.
+    """Let the standard streams write to os.devnull once they fail or if there are none.
+
+    They fail if a pipe or a terminal is closed, or a disk is full.
 
     Args:
         ends_script: raise the error too; otherwise the script does its work to the end.
     """
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
-        for name in ("write", "flush"):  # replaced in place, because loggers hold the streams
-            setattr(stream, name, partial(_write_or_replace, getattr(stream, name), stream.fileno, ends_script))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        setattr(sys, name, stream)
+        for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
+            setattr(stream, method, partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script))
 
 
 def _write_or_replace(method: Callable[..., int], descriptor: Callable[[], int], ends_script: bool, *args: str) -> int:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def test_a_closed_pipe_is_no_error_and_hides_none():
     lost = run("print('a few words'); raise ValueError('lost')", stdout=writer)
     assert lost == (1, f"error: ValueError: lost {SHOWN}\n")
     os.close(writer)
+    assert run("print('no stream')", preexec_fn=partial(os.close, 1)) == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

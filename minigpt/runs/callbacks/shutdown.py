@@ -25,10 +25,9 @@ class GracefulShutdown(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Replace the handlers; Lightning restores those from before the training when it ends."""
-        for signum in END_SIGNALS:
-            before = signal.getsignal(signum)
-            if before != signal.SIG_IGN and (
-                signum != REQUEUE_SIGNAL or before in (signal.SIG_DFL, raise_interrupted)  # not that of submitit
+        for signum in END_SIGNALS:  # but not one that is ignored, or that submitit handles
+            if signal.getsignal(signum) != signal.SIG_IGN and (
+                signum != REQUEUE_SIGNAL or signal.getsignal(signum) in (signal.SIG_DFL, raise_interrupted)
             ):
                 signal.signal(signum, self._receive)
 
