@@ -140,7 +140,7 @@ class Launcher(hydra_launcher.Launcher):
                 for future in [future for future in running if future.done()]:
                     job, executor = running.pop(future)
                     executors.append(executor)
-                    self.on_end(job.point, _failure(future))
+                    self.on_end(job.point, "" if signals else _failure(future))  # not of a job that was stopped
                 time.sleep(0.05)
         if signals:
             raise Interrupted(signals[0])

@@ -1,7 +1,7 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
 import signal
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 
 import pytest
 import yaml
@@ -52,7 +52,7 @@ class TwoJobs(Launcher):
         self.config, self.executors = OmegaConf.create({"hydra": hydra}), []
         self.signums, self.needed = signums, stops
         self.submitted, self.stops, self.ended = [], [], []
-        self.on_end = lambda point, failure: self.ended.append(point)
+        self.on_end = lambda *ended: self.ended.append(ended)
 
     def start(self, jobs):
         signums = self.signums
@@ -72,7 +72,7 @@ class TwoJobs(Launcher):
     def stop(self, futures, *, kill):
         self.stops.append(kill)
         for future in futures if len(self.stops) == self.needed else ():
-            future.set_result(None)
+            future.set_exception(BrokenExecutor("The exit codes of the workers are {SIGTERM(-15)}"))
 
 
 SENT = {
@@ -91,7 +91,7 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
         launcher.launch([[]] * 4, 0)
     assert ended.value.exit_code == 128 + signums[0]
     assert launcher.stops == SENT[sent]  # whether the jobs were killed
-    assert launcher.ended == launcher.submitted
+    assert launcher.ended == [(point, "") for point in launcher.submitted]  # resumed later, and not failed
     assert len(launcher.submitted) <= 2
 
 
