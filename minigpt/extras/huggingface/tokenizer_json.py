@@ -49,6 +49,7 @@ _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized"
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of Hugging Face, run by their package tokenizers: the ids of transformers for the text alone.
 
+    A dropout of merges, which gives other ids at each call, is removed from it; its truncation and padding are off.
     Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
     the decoded text begins with that space. Decoders other than ByteLevel, ByteFallback and Fuse raise UserError.
 
@@ -63,6 +64,8 @@ class HuggingFaceTokenizer(Tokenizer):
         tokenizers = import_extra("tokenizers", "tokenizer.json", "huggingface")
         with _one_line_errors("damaged tokenizer.json"):
             values = json.loads(content)
+            if values["model"].get("dropout"):  # of merges, at random: an augmentation
+                values["model"]["dropout"] = None
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
             if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
@@ -211,7 +214,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name.
 
     `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and our text for ids;
-    a character without an id is an error in both. A `HuggingFaceTokenizer` is written unchanged: with AutoTokenizer it
+    a character without an id is an error in both. A `HuggingFaceTokenizer` is written as it is: with AutoTokenizer it
     recognizes special tokens and adds those of its post-processor. `eos_token` is its separator.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None

@@ -210,6 +210,20 @@ def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_w
         assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
+@pytest.mark.parametrize("dropout", [0.1, 1.0])
+def test_merges_are_not_dropped_at_random(tmp_path, dropout):
+    content = json.loads(content_of("gpt2"))
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)))
+    content["model"]["dropout"] = dropout
+    ours, text = load_tokenizer(write_folder(tmp_path, json.dumps(content))), corpus()[0]
+    ids = reference(text, **TEXT_ALONE)["input_ids"]
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path)(text, **TEXT_ALONE)["input_ids"] != ids
+    for tokenizer in (ours, from_dict(ours.to_dict() | {"json": json.dumps(content)})):
+        assert [tokenizer.encode(text).tolist() for _ in range(3)] == [ids] * 3
+        written = PreTrainedTokenizerFast.from_pretrained(save(tokenizer, tmp_path / "written"))
+        assert written(text, **TEXT_ALONE)["input_ids"] == ids
+
+
 def test_the_separator_is_the_end_of_text(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
     for config, model, token in (
