@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from minigpt.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
 from minigpt.data.readers import TextChunk, read_texts
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
@@ -73,12 +71,19 @@ def print_samples(
             print(json.dumps(values), flush=True)
 
 
-def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *, as_json: bool) -> None:
-    """Print the likelihood of documents: in total, and as JSON also per token."""
+def print_score(
+    model: GPT,
+    tokenizer: Tokenizer,
+    chunks: Iterable[TextChunk],
+    *,
+    start: Sequence[int],
+    as_json: bool,
+) -> None:
+    """Print the likelihood of documents after `start`: in total, and as JSON also per token."""
     ids, n_bytes = _tokenize(tokenizer, chunks)
     if not ids:
         raise UserError("--score must be a non-empty text")
-    result = score(model, ids, tokenizer.start.tolist())
+    result = score(model, ids, start)
     logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
     total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
     total["bits_per_byte"] = result.nats / math.log(2) / n_bytes
@@ -101,23 +106,10 @@ def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, sett
             log(r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is")
         text = whole_characters(typed)  # as the tokenizer encodes it
         return text, encode_prompt(tokenizer, text).tolist()
-    if prompt is not None:
-        raise UserError("--prompt and --prompt-file exclude each other; give one of them")
     chunks = [chunk for chunk in read_texts(file, "--prompt-file", **settings) if chunk.text]
     between = tokenizer.names(tokenizer.separator)
     text = "".join(f"{between if chunk.first and i else ''}{chunk.text}" for i, chunk in enumerate(chunks))
     return text, _tokenize(tokenizer, chunks)[0] or tokenizer.start.tolist()
-
-
-def prompt_tokens(prompt: Prompt, block_size: int, *, truncate: bool = False) -> torch.Tensor:
-    """Return the token ids (T,) of a prompt, T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
-    text, ids = prompt
-    tokens = torch.tensor(ids if text else [], dtype=torch.long)
-    if len(tokens) < 2:
-        raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
-    if len(tokens) > block_size and not truncate:
-        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(tokens)}; set --truncate")
-    return tokens[-block_size:]
 
 
 def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:

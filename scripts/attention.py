@@ -7,7 +7,7 @@ from pathlib import Path
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import log
 
 # Idle threads sleep instead of spinning, which is 3.6 times as fast beside a busy process on 2 cores. torch reads the
@@ -17,11 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=usage("attention"), description=__doc__)
-    run_help = "run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)"
+    parser = ArgumentParser(prog=usage("attention"), description=__doc__)
+    default = "the newest run, or the best run of the newest sweep"
+    run_help = f"run folder, checkpoint, or folder or id of Hugging Face (default: {default})"
     parser.add_argument("run", nargs="?", help=run_help)
-    parser.add_argument("--prompt", help="text of at least two tokens")
-    parser.add_argument("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text of at least two tokens")
+    file_help = "read the prompt as data.path= does, or from stdin (-)"
+    prompt.add_argument("--prompt-file", metavar="PATH", help=file_help)
     parser.add_argument("--truncate", action="store_true", help="keep the last block_size tokens of a longer prompt")
     parser.add_argument("--layer", type=int, metavar="N", help="plot only this layer, counted from 1 (default: all)")
     parser.add_argument("--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)")
@@ -35,13 +38,15 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
+    import torch
+
     from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.data.detokenizer import token_pieces
     from minigpt.extras.interpret import attention_plots, heads
     from minigpt.extras.interpret.run_corpus import validation_batches
-    from minigpt.sample_cli import prompt_tokens, read_prompt
+    from minigpt.sample_cli import read_prompt
 
     pretrained = find_pretrained(args.run)
     path, tokenizer = pretrained.path, pretrained.tokenizer
@@ -50,11 +55,18 @@ def main() -> None:
     model = pretrained.load()
     if args.ablation and path.is_dir():
         raise UserError(f"--ablation needs the text of a run of minigpt, which {path} has not; leave it out")
-    prompt = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path))
+    text, ids = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path))
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:
             require(f"--{flag}", number, *integer(1, count))
-    tokens = prompt_tokens(prompt, model.config.block_size, truncate=args.truncate)
+    n_tokens = len(ids) if text else 0
+    block_size = model.config.block_size
+    if n_tokens < 2:
+        raise UserError(f"--prompt must have at least 2 tokens, got {n_tokens}")
+    if n_tokens > block_size and not args.truncate:
+        most = f"at most block_size={block_size} tokens"
+        raise UserError(f"--prompt must have {most}, got {n_tokens}; set --truncate")
+    tokens = torch.tensor(ids[-block_size:])  # (T,)
     batches = validation_batches(path, model) if args.ablation else None
     log(f"loaded {path}")
 

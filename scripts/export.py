@@ -8,15 +8,17 @@ from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import require
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import sanitize_line
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=usage("export"), description=__doc__)
+    parser = ArgumentParser(prog=usage("export"), description=__doc__)
     add = parser.add_argument
-    add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
+    default = "the newest run, or the best run of the newest sweep"
+    run_help = f"run folder, checkpoint, or folder or id of Hugging Face (default: {default})"
+    add("run", nargs="?", help=run_help)
     formats = ("huggingface", "safetensors", "html")
     formats_help = "a folder for transformers, a checkpoint without training state, or a page that runs the model"
     add("--to", required=True, choices=formats, help=formats_help)

@@ -5,18 +5,27 @@ import argparse
 from minigpt.generation_settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import log
+
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING = ("max_new_tokens", "seed", "num_samples", *FILTERS, "stop")
+EXCLUDES = {"score": (*SAMPLING, "chat", "originality"), "originality": ("json",)}
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=usage("sample"), description=__doc__)
+    parser = ArgumentParser(prog=usage("sample"), description=__doc__)
     add = parser.add_argument
-    add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
+    default = "the newest run, or the best run of the newest sweep"
+    run_help = f"run folder, checkpoint, or folder or id of Hugging Face (default: {default})"
+    add("run", nargs="?", help=run_help)
     add("--step", type=int, metavar="N", help="use the snapshot of this step (default: the best checkpoint)")
-    add("--prompt", help="text with \\n, \\t, \\\\ (default: the separator of documents, or a line break)")
-    add("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt_help = "text with \\n, \\t, \\\\ (default: the separator of documents, or a line break)"
+    prompt.add_argument("--prompt", help=prompt_help)
+    file_help = "read the prompt as data.path= does, or from stdin (-)"
+    prompt.add_argument("--prompt-file", metavar="PATH", help=file_help)
     add("--chat", action="store_true", help="answer the prompt: apply the chat template of a Hugging Face folder")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     add("--max-new-tokens", type=int, default=400, metavar="N", help="tokens per sample (default: %(default)s)")
@@ -29,24 +38,36 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1337, metavar="N", help="of sample 1; N + 1 of sample 2 … (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
-    add("--score", metavar="PATH", help="print the likelihood of a text, read in the same way, instead of samples")
+    add("--score", metavar="PATH", help="print the likelihood of a text after the prompt, read in the same way")
     add("--field", metavar="NAME", help="of .jsonl or .parquet, with the text (default: the run's data.field, or text)")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    # Without the defaults of argparse, a value is what was typed.
+    typed = parser.parse_args(namespace=argparse.Namespace(**dict.fromkeys(vars(args))))
+    given = {name for name, value in vars(typed).items() if value is not None}
+    for name, others in EXCLUDES.items():
+        ignored = ", ".join(flag(other) for other in others if other in given)
+        if name in given and ignored:
+            raise UserError(f"{ignored} cannot be combined with {flag(name)}")
+    if "field" in given and not given & {"score", "prompt_file"}:
+        raise UserError("--field names the text in a file; it needs --score or --prompt-file")
+    if args.score == args.prompt_file == "-":
+        raise UserError("--score and --prompt-file cannot both be read from stdin (-)")
+    return args
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def main() -> None:
     """Check the settings, load the checkpoint, print."""
     args = arguments()
-    names = ("max_new_tokens", "seed", "num_samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    options = {name: getattr(args, name) for name in (*names, "stop")}
-    check_settings(key=lambda name: f"--{name.replace('_', '-')}", **options)
-    if args.originality and (args.json or args.score is not None):
-        raise UserError("--originality cannot be combined with --json or --score")
-    if args.chat and args.score is not None:
-        raise UserError("--chat cannot be combined with --score")
+    options = {name: getattr(args, name) for name in SAMPLING}
+    check_settings(key=flag, **options)
 
     import torch
 
@@ -59,16 +80,18 @@ def main() -> None:
     pretrained = find_pretrained(args.run, step=args.step)
     model = pretrained.load().to(find_device(args.device), getattr(torch, args.dtype))
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
-    settings = text_settings(pretrained.path) | ({"field": args.field} if args.field else {})
+    field = {} if args.field is None else {"field": args.field}
+    settings = text_settings(pretrained.path) | field
+    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings)
     if args.score is not None:
-        print_score(model, pretrained.tokenizer, read_texts(args.score, "--score", **settings), as_json=args.json)
+        texts = read_texts(args.score, "--score", **settings)
+        print_score(model, pretrained.tokenizer, texts, start=prompt[1], as_json=args.json)
         return
     compare = None
     if args.originality:
         from minigpt.extras.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings)
     if (encode_chat := pretrained.tokenizer.encode_chat) and args.chat:
         prompt = "", encode_chat([{"role": "user", "content": prompt[0]}])
         options["stop"] += pretrained.tokenizer.special.values()  # which end a turn

@@ -11,13 +11,13 @@ from minigpt.extras.playground.loaded_models import Models, find_models
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import PIP_INSTALL, usage
+from minigpt.utils.scripts import PIP_INSTALL, ArgumentParser, usage
 from minigpt.utils.terminal import log
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=usage("serve"), description=__doc__)
+    parser = ArgumentParser(prog=usage("serve"), description=__doc__)
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="run folder, checkpoint, or folder or id of Hugging Face (default: all)")
     add("--host", default="127.0.0.1", metavar="HOST", help="address or name to bind to (default: %(default)s)")

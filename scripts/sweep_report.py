@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import ArgumentParser, usage
 
 
 def parse_args() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=usage("sweep_report"), description=__doc__)
+    parser = ArgumentParser(prog=usage("sweep_report"), description=__doc__)
     latest = Path("runs/sweeps/latest")
     folders = f"sweep, or folder with runs below it; several are compared in one table (default: {latest})"
     out = "folder to write to (default: the sweep's own, and none for several folders)"

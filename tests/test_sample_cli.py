@@ -142,7 +142,6 @@ def test_an_unreadable_text_is_one_error_line(saves, sample):
         ):
             assert problem in error(sample(saves["char"], option, file, stdin=stdin))
     assert "must be a non-empty text" in error(sample(saves["char"], "--score", "-"))
-    assert "exclude each other" in error(sample(saves["char"], "--prompt", "a", "--prompt-file", "-"))
 
 
 def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sample):
@@ -239,6 +238,25 @@ def test_a_score_is_the_log_likelihood_of_the_text_also_in_a_table(name, saves, 
     for key, value in values.items():
         assert float(output[key.replace("_", " ")]) == pytest.approx(value, abs=1e-4)
     assert output["top-1 accuracy"].startswith(f"{rated.ranks.tolist().count(0)} of {len(ids)} tokens ")
+
+
+@pytest.mark.parametrize("name", ["char", "bpe"])
+def test_a_score_is_of_the_text_after_the_prompt(name, saves, sample):
+    model, tokenizer = load_checkpoint(saves[name])
+    ids, nats = tokenizer.encode(TEXT).tolist(), {}
+    Path("prompt.txt").write_text("a dog, a café", encoding="utf-8")
+    given = (("--prompt", "the ", "the "), ("--prompt-file", "prompt.txt", "a dog, a café"))
+    for flag, value, prompt in given:
+        before = tokenizer.encode(prompt).tolist()
+        result = sample(saves[name], "--score", "-", "--json", flag, value, stdin=TEXT.encode())
+        (found,) = samples(result)
+        with torch.no_grad():  # the texts are shorter than the block
+            logprobs = model(torch.tensor([[*before, *ids]]))[0].log_softmax(-1)[len(before) - 1 : -1]
+        expected = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        assert found["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (found["tokens"], found["bytes"]) == (len(ids), 16)
+        nats[flag] = found["nats"]
+    assert nats["--prompt"] != pytest.approx(nats["--prompt-file"])
 
 
 def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_path):

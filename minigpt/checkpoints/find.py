@@ -1,8 +1,10 @@
 """Names of checkpoint files, and the search for the file that a path or a run folder refers to."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
 from minigpt.utils.scripts import usage
 
 BEST = "checkpoints/best.safetensors"
@@ -15,15 +17,19 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
     """Find a checkpoint file; raise UserError if there is none.
 
     Args:
-        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run in runs/).
+        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest
+            run below runs/, or of the run with the lowest loss if that one belongs to a sweep).
         last: prefer the last checkpoint of a run folder, from which training resumes.
         step: of a snapshot of the run, instead of its best checkpoint.
     """
     if path is None:
-        files = sorted(Path("runs").glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
+        files = sorted(Path("runs").rglob(BEST), key=lambda file: -file.stat().st_mtime)
         if not files:
             raise UserError(f"no run with a checkpoint in runs/; train one with {usage('train')}")
-        path = files[-1]
+        sweep = files[0].parents[2]
+        if (sweep / "sweep.json").exists():
+            files = sorted((file for file in files if file.parents[2] == sweep), key=_loss)
+        path = files[0]
     path = Path(path)
     if step is not None:
         folder = run_folder(path) if path.is_file() else path
@@ -38,6 +44,13 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
             return file
     problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
+
+
+def _loss(best: Path) -> float:
+    """Return the loss of a run's best checkpoint in bits per byte; infinity if it is unknown."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # it still trains, or is damaged
+        return float(read_json(best.parents[1] / "summary.json")["best_val_bits_per_byte"])
+    return float("inf")
 
 
 def snapshot_path(folder: str | Path, step: int) -> Path:

@@ -60,7 +60,7 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
         UserError: there is no such model, or minigpt cannot read it.
     """
     path = find_checkpoint(None) if source is None else Path(source).expanduser()
-    if not path.exists() or ((path / "config.json").is_file() and step is None):
+    if step is None and (not path.exists() or (path / "config.json").is_file()):
         found: Pretrained = from_extras("find_huggingface")(source)
         return found
     path = find_checkpoint(path, step=step)

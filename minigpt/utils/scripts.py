@@ -1,8 +1,9 @@
 """Where configs and scripts lie, how users run the scripts, and how they install packages: in a clone or a wheel."""
 
+import argparse
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from minigpt.utils.errors import UserError
 
@@ -15,6 +16,16 @@ PIP_INSTALL = 'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{
 def usage(script: str) -> str:
     """Return how to run a script, for messages: `python scripts/sweep_report.py` or `minigpt sweep-report`."""
     return f"minigpt {script.replace('_', '-')}" if INSTALLED else f"python scripts/{script}.py"
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose errors are a UserError, one line with the next step."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = message.partition(":")[0].removeprefix("argument ")
+        dashes = f"; write a value that begins with a dash as {flag}=--x"
+        advice = dashes if message.endswith("expected one argument") else ""
+        raise UserError(f"{message}{advice}; --help lists the arguments")
 
 
 def import_extra(module: str, needed_by: str, extra: str) -> Any:

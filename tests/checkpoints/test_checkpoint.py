@@ -26,6 +26,7 @@ from minigpt.checkpoints.format import FORMAT, contents, read, write
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from minigpt.runs.run_dir import PLAN, SUMMARY
 from minigpt.utils.errors import UserError
 
 TOKENIZER = CharTokenizer("\n abcdeé€😀")
@@ -158,6 +159,28 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monk
     assert find_checkpoint(str(runs / "m")) == runs / "m" / LAST
     with pytest.raises(UserError, match="holds no"):
         find_checkpoint(runs)
+
+
+def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = Path("runs/sweeps/now")
+    bits = {"0": "2.5", "1": "1.5", "2": "null", "3": "2.0"}
+    folders = [Path("runs/old"), Path("runs/sweeps/old/0"), *(sweep / name for name in bits)]
+    for age, folder in enumerate(folders, -10):
+        (folder / BEST).parent.mkdir(parents=True)
+        (folder / BEST).touch()
+        os.utime(folder / BEST, (1e9 + age, 1e9 + age))
+        assert find_checkpoint(None) == folder / BEST
+    (sweep / PLAN).touch()
+    assert find_checkpoint(None) == sweep / "3" / BEST  # no run has ended
+    for name, value in bits.items():
+        (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}')
+    (sweep / "0" / SUMMARY).write_text("damaged")
+    assert find_checkpoint(None) == sweep / "1" / BEST
+    (sweep / "1" / BEST).unlink()
+    assert find_checkpoint(None) == sweep / "3" / BEST
+    os.utime("runs/old" / Path(BEST))
+    assert find_checkpoint(None) == "runs/old" / Path(BEST)
 
 
 def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
