@@ -359,6 +359,35 @@ def test_a_warmup_as_long_as_the_run_is_a_warning(train, tmp_path, capsys):
         assert ("schedule.warmup_steps=2 is not below max_steps=2" in capsys.readouterr().err) is warned
 
 
+@pytest.mark.parametrize(
+    ("precision", "rate", "warmup", "step"),
+    [
+        ("bf16-true", 1e-5, 3, 10),
+        ("bf16-true", 1e-5, 10, 20),  # the first validation is in the warmup
+        ("bf16-true", 1e-3, 3, None),
+        ("32-true", 1e-5, 3, None),
+    ],
+)
+def test_weights_that_rounding_keeps_as_they_were_are_a_warning(train, capsys, precision, rate, warmup, step):
+    settings = [f"trainer.precision={precision}", f"optimizer.lr={rate}", "optimizer.betas=[0.9,0.95]"]
+    settings += [f"schedule.warmup_steps={warmup}", "seed=7", "callbacks.checkpoint.save_top_k=2"]
+    folder = train(*settings, "callbacks.snapshots=null").folder
+    err = capsys.readouterr().err
+    pattern = r"warning: at step (\d+), ([\d.]+)% of the weights of the blocks have changed, .*=bf16-mixed\n"
+    warned = re.findall(pattern, err)
+    assert len(warned) == err.count("have changed") == (step is not None)
+    model, _ = load_checkpoint(folder / f"checkpoints/step-{step or 10}.safetensors")
+    torch.manual_seed(7)
+    initial = GPT(model.config).to(torch.float32 if precision == "32-true" else torch.bfloat16)
+    pairs = zip(model.blocks.parameters(), initial.blocks.parameters(), strict=True)
+    changed = torch.cat([(new != old).flatten() for new, old in pairs]).float().mean().item()
+    if step is None:
+        assert changed > 0.9
+    else:
+        assert changed < 0.4
+        assert warned == [(str(step), f"{100 * changed:.1f}")]
+
+
 SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from minigpt.checkpoints.find import BEST
 from minigpt.cpu_threads import ThreadBalancer
 from minigpt.distributed.process_group import gather_objects
+from minigpt.ops import local_shard
 from minigpt.run_config import RunConfig
 from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
 from minigpt.runs.callbacks.progress_bar import Progress
@@ -45,6 +46,8 @@ PEAK_FLOPS = {
     "NVIDIA GeForce RTX 3090": 71e12,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
 }
 
+MIN_CHANGED = 0.5  # share of weights in low precision that the first steps must change
+
 
 class MetricsCallback(Callback):
     """Log metrics every `log_every` steps and at every validation.
@@ -69,6 +72,7 @@ class MetricsCallback(Callback):
         self._given_threads, self._deterministic = run.threads, run.trainer.get("deterministic")
         self._threads = ThreadBalancer(fixed=True)  # until the training starts
         self._thread_changes: list[list[int]] = []  # step, number from the next one on
+        self._first: dict[Tensor, Tensor] = {}  # values of parameters in low precision, to compare
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
@@ -108,11 +112,17 @@ class MetricsCallback(Callback):
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
             self._progress = Progress(self.max_steps, folder, step=trainer.global_step)
-        warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
-        if warmup >= self.max_steps:
-            setting = f"schedule.warmup_steps={warmup} is not below max_steps={self.max_steps}"
+        self._warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
+        if self._warmup >= self.max_steps:
+            setting = f"schedule.warmup_steps={self._warmup} is not below max_steps={self.max_steps}"
             warn(f"{setting}: no step has the peak learning rate")
         dtype = next(pl_module.parameters()).dtype
+        if trainer.global_step <= self._warmup:
+            self._first = {  # not of embeddings, whose rows can be without a gradient
+                p: local_shard(p.detach()).to("cpu", copy=True)
+                for p in pl_module.model.blocks.parameters()
+                if p.requires_grad and torch.finfo(p.dtype).bits < 32
+            }
         for group in trainer.optimizers[0].param_groups:
             rate = max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0)
             if 1 - rate < torch.finfo(dtype).eps / 4:
@@ -150,6 +160,14 @@ class MetricsCallback(Callback):
             torch.accelerator.synchronize()  # wait for the steps since the last row
         self._update_seconds()
         self._clock = None
+        if self._first and trainer.global_step > self._warmup:
+            changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
+            share = sum(int(each.sum()) for each in changed) / sum(map(torch.numel, changed))
+            self._first = {}
+            if share < MIN_CHANGED:
+                what = f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have changed"
+                advice = "raise the learning rate, or use trainer.precision=bf16-mixed"
+                warn(f"{what}, and the others rounded to their old values; {advice}")
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
