@@ -1,5 +1,6 @@
 """Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA.
 
+On a CPU this is for one number of threads, which `minigpt.cpu_threads` may change; else they equal within rounding.
 Settings come from the command line, also where Lightning restores those of the checkpoint.
 """
 
