@@ -36,8 +36,6 @@ def print_samples(
     """
     # The control characters of a text could control the terminal.
     escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
     stop = _stops(tokenizer, options["stop"])
     (text, ids), samples = prompt, [Sample() for _ in range(options["num_samples"])]
     _log_prompt(model, tokenizer, text, ids)

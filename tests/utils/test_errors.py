@@ -1,6 +1,7 @@
 """Errors are one line on stderr, with an exit code that distinguishes bad input from a failed run."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -116,6 +117,13 @@ def run(body, **streams):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, **streams)
     return done.returncode, done.stderr
+
+
+def test_characters_that_the_encoding_of_stdout_lacks_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    cli_entrypoint(print)("… Δ é")
+    assert written.getvalue() == rb"\u2026 \u0394 \xe9" + os.linesep.encode()
 
 
 def test_a_closed_pipe_is_no_error_and_hides_none():
