@@ -17,20 +17,20 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
     """Find a checkpoint file; raise UserError if there is none.
 
     Args:
-        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest
-            run below runs/, or of the run with the lowest loss if that one belongs to a sweep).
+        path: a file, a run folder (its best checkpoint), a sweep (the best checkpoint of its run
+            with the lowest loss), or None: the newest run below runs/, or the sweep that it is of.
         last: prefer the last checkpoint of a run folder, from which training resumes.
         step: of a snapshot of the run, instead of its best checkpoint.
     """
     if path is None:
-        files = sorted(Path("runs").rglob(BEST), key=lambda file: -file.stat().st_mtime)
+        files = sorted(Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime)
         if not files:
             raise UserError(f"no run with a checkpoint in runs/; train one with {usage('train')}")
-        sweep = files[0].parents[2]
-        if (sweep / "sweep.json").exists():
-            files = sorted((file for file in files if file.parents[2] == sweep), key=_loss)
-        path = files[0]
+        sweep = files[-1].parents[2]
+        path = sweep if (sweep / "sweep.json").exists() else files[-1]
     path = Path(path)
+    if (path / "sweep.json").exists() and not last:
+        path = min(path.glob(f"*/{BEST}"), key=_rank, default=path)
     if step is not None:
         folder = run_folder(path) if path.is_file() else path
         if step not in (found := find_snapshots(folder)):
@@ -46,11 +46,12 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
 
 
-def _loss(best: Path) -> float:
-    """Return the loss of a run's best checkpoint in bits per byte; infinity if it is unknown."""
+def _rank(best: Path) -> tuple[float, float]:
+    """Return the loss of a run's best checkpoint in bits per byte, infinity if it is unknown; and its age."""
+    loss = float("inf")
     with suppress(OSError, ValueError, LookupError, TypeError):  # it still trains, or is damaged
-        return float(read_json(best.parents[1] / "summary.json")["best_val_bits_per_byte"])
-    return float("inf")
+        loss = float(read_json(best.parents[1] / "summary.json")["best_val_bits_per_byte"])
+    return loss, -best.stat().st_mtime
 
 
 def snapshot_path(folder: str | Path, step: int) -> Path:

@@ -173,10 +173,12 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
         assert find_checkpoint(None) == folder / BEST
     (sweep / PLAN).touch()
     assert find_checkpoint(None) == sweep / "3" / BEST  # no run has ended
+    with pytest.raises(UserError, match=r"holds no checkpoints/best"):
+        find_checkpoint(sweep, last=True)
     for name, value in bits.items():
         (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}')
     (sweep / "0" / SUMMARY).write_text("damaged")
-    assert find_checkpoint(None) == sweep / "1" / BEST
+    assert find_checkpoint(None) == find_checkpoint(sweep) == sweep / "1" / BEST
     (sweep / "1" / BEST).unlink()
     assert find_checkpoint(None) == sweep / "3" / BEST
     os.utime("runs/old" / Path(BEST))

@@ -7,7 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path
+from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path, run_folder
 from minigpt.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
     for source in sources:
         path = Path(source).expanduser()
         if path.exists():
+            if (path / "sweep.json").exists():
+                path = run_folder(find_checkpoint(path))
             source = str(path.resolve())
             path = path.resolve() if (path / "config.json").is_file() else named_path(find_checkpoint(path))
         else:

@@ -96,3 +96,6 @@ def test_models_have_the_names_of_their_run_folders_made_unique(
         "runs/newer": best,
         gpt2_folder.name: gpt2_folder,
     }
+    for name in ("sweep.json", "1/summary.json"):  # a sweep is its best run
+        (runs / "sweeps/a" / name).write_text('{"best_val_bits_per_byte": 2.0}')
+    assert find_models([str(runs / "sweeps/a")]) == {"a/1": str(jobs[1])}
