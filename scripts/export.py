@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.errors import require
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import sanitize_line
 
@@ -51,6 +51,8 @@ def main() -> None:
     if args.to == "html":
         folder = run_folder(pretrained.path)
         found = find_snapshots(folder) if args.snapshots else {}
+        if args.snapshots and not found:
+            raise UserError(f"--snapshots: {folder} has no snapshots; leave it out")
         learned = learning_curves(folder) if found else []
         weights, history = args.weights or "float16", read_history(folder)
         steps = export_html(pretrained, args.out, weights, history, snapshots=found, learned=learned)

@@ -5,15 +5,18 @@ import hashlib
 import json
 import random
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from corpora import random_texts
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from small_runs import one_line
 
 from minigpt import GPTConfig, generate
-from minigpt.checkpoints.find import find_snapshots
+from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.config import UP_PROJECTIONS
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
@@ -102,6 +105,10 @@ def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     exported = call("export.py", str(trained()), *flags)
     steps = [*find_snapshots(trained())]
     assert f" and {len(steps)} of its {len(steps)} snapshots; open it in a browser" in exported.stdout
+    alone = shutil.copy(trained() / BEST, tmp_path)
+    refused = one_line(call("export.py", alone, "--to", "html", "--out", "new.html", "--snapshots"))
+    assert refused == f"error: --snapshots: {tmp_path} has no snapshots; leave it out"
+    assert not Path("new.html").exists()
     page = (tmp_path / "pages/model.html").read_text()
     assert " in float32: " in page
     assert f'"steps":{steps}'.replace(" ", "") in page
