@@ -48,11 +48,11 @@ def attend(
     Source: https://arxiv.org/abs/1706.03762, equation 1
     """
     T, S = q.size(2), k.size(2)
-    causal = causal and T > 1  # a single query is the last one, which sees all keys
-    kernel_causal = causal and mask is None and T == S  # the kernel has a causal mask for T = S alone
-    if causal and not kernel_causal:
+    # The kernel has a causal mask for T = S alone; of symbolic sizes, equal ones are equal at every length.
+    kernel_causal = causal and mask is None and bool(T == S)
+    if causal and not kernel_causal and T > 1:  # a single query is the last one, which sees all keys
         mask = _visible(T, S, mask, q.device)
-    gqa = q.size(1) != k.size(1)
+    gqa = bool(q.size(1) != k.size(1))
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
 
 
@@ -85,8 +85,10 @@ def attend_explicit(
 
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     """Whether `attend_explicit` trains faster than the fused kernel: 1.7 to 5 times, in bfloat16 on a CPU."""
-    in_training = torch.is_grad_enabled() and k.size(2) <= _MAX_EXPLICIT
-    return in_training and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+    in_training = q.dtype == torch.bfloat16 and q.device.type == "cpu" and torch.is_grad_enabled()
+    # What is exported or traced is run at other lengths, and without gradients.
+    fixed = in_training and (torch.compiler.is_exporting() or torch.jit.is_tracing())
+    return in_training and not fixed and k.size(2) <= _MAX_EXPLICIT
 
 
 def _visible(T: int, S: int, mask: Tensor | None, device: torch.device) -> Tensor:

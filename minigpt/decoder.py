@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.fast_decoder import FastDecoder
+from minigpt.fast_decoder import FastDecoder, drop_older_half, first_window
+from minigpt.model import eval_mode
 from minigpt.model_changes import find_change, original, uncompiled, unwrap
 from minigpt.utils.errors import UserError
 
@@ -24,7 +25,7 @@ def make_decoder(
     """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
 
     Args:
-        model: in evaluation mode.
+        model: is used in evaluation mode and left in its mode.
         prompts: token ids of each prompt, at least one; the last `block_size` are read.
         max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and samples can join.
 
@@ -44,14 +45,14 @@ def make_decoder(
 class Decoder:
     """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
 
-    The last `block_size` tokens of each sample are read at every step: `forward` may have no cache or ignore it, and a
-    hook may look at positions.
+    The window of each sample, the same as that of `FastDecoder`, is read at every step: `forward` may have no cache or
+    ignore it, and a hook may look at positions.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1) -> None:
         self.model, self.block_size = model, model.config.block_size
         self.device = next(model.parameters()).device
-        self.tokens: list[list[int]] = []  # of each sample, with its prompt
+        self.windows: list[list[int]] = []  # the tokens of each sample that the next one sees
         for prompt in prompts:
             self.add(prompt, num_samples)
         if prompts:
@@ -60,28 +61,29 @@ class Decoder:
 
     def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
         """Append new samples to the batch; the next `step` is to add the last token of their prompt."""
-        self.tokens += [list(prompt[:-1]) for _ in range(num_samples)]
+        self.windows += [first_window(prompt, self.block_size) for _ in range(num_samples)]
 
     def drop(self, row: int) -> None:
         """Remove a sample; the last one of the batch takes its row."""
-        last = self.tokens.pop()
-        if row < len(self.tokens):
-            self.tokens[row] = last
+        last = self.windows.pop()
+        if row < len(self.windows):
+            self.windows[row] = last
 
     # Not in inference mode, so that the model can be trained afterwards.
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token (B,) to each sample and return the logits (B, V) after it."""
-        for text, token in zip(self.tokens, tokens.tolist(), strict=True):
-            text.append(token)
-        windows = [tuple(text[-self.block_size :]) for text in self.tokens]
+        for window, token in zip(self.windows, tokens.tolist(), strict=True):
+            drop_older_half(window, self.block_size)
+            window.append(token)
+        windows = list(map(tuple, self.windows))
         by_length: dict[int, list[tuple[int, ...]]] = {}
         for window in dict.fromkeys(windows):  # equal ones, as those of one prompt, are read once
             by_length.setdefault(len(window), []).append(window)
         found: dict[tuple[int, ...], Tensor] = {}  # the logits (V,) after each window
         for batch in by_length.values():
-            with uncompiled():
+            with eval_mode(self.model), uncompiled():
                 logits = self.model(torch.tensor(batch, device=self.device))  # (B, T, V)
             if not isinstance(logits, Tensor) or logits.dim() != 3:
                 raise UserError(f"model(tokens) must return logits, a tensor (B, T, V), got {type(logits).__name__}")

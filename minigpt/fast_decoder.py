@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.attention import rotary_table
-from minigpt.model import GPT, Cache
+from minigpt.model import GPT, Cache, eval_mode
 from minigpt.model_changes import original, plain_kind, uncompiled
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
@@ -29,7 +28,6 @@ _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # By name, so that a machine always computes the same. On a Xeon, slices take 2.2 to 2.7 times as long as `F.linear`.
 _IS_AMD = str(torch.cpu.get_capabilities().get("cpu_name")).startswith("AMD")
-_ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
 
 class FastDecoder:
@@ -48,12 +46,13 @@ class FastDecoder:
         config = model.config
         self.model, self.config, self.block_size = model, config, config.block_size
         self._fast_model = _fast_model(model)
-        self._rotary: tuple[int, Tensor] | None = None  # first position, table (2, positions, 1, D)
         weight = self._fast_model.wte.weight
         self.device = weight.device
+        rotary = self._fast_model.rotary
+        self._rotary: Tensor | None = None if rotary is None else rotary.to(weight)  # (2, block_size, 1, D)
 
-        self.tokens: list[list[int]] = []  # of each sample, with its prompt
-        self._begins: list[int] = []  # slot of position 0 of each sample, negative once that slot has left the cache
+        self.windows: list[list[int]] = []  # the tokens of each sample that the next one sees
+        self._begins: list[int] = []  # slot of position 0 of each sample
         self._end, slots = 0, 0  # first free slot
         if max_new_tokens is not None:
             longest = max(len(prompt) for prompt in prompts)
@@ -75,11 +74,11 @@ class FastDecoder:
 
         Other samples are as before.
         """
-        context, B = list(prompt[:-1]), len(self.tokens)
-        rows, window = range(B, B + num_samples), context[max(0, len(context) - self.block_size + 1) :]
+        window, B = first_window(prompt, self.block_size), len(self.windows)
+        rows = range(B, B + num_samples)
         if rows.stop > self._cache.size(1) or len(window) > self._end:
             self._resize(rows.stop, len(window))
-        self.tokens += [list(context) for _ in rows]
+        self.windows += [list(window) for _ in rows]
         self._begins += [self._end for _ in rows]  # set by `_read`
         self._inputs.last_embeddings = F.pad(self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples))
         self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
@@ -89,10 +88,10 @@ class FastDecoder:
 
     def drop(self, row: int) -> None:
         """Remove a sample; the last one of the batch takes its row."""
-        tokens, begin = self.tokens.pop(), self._begins.pop()
-        last = len(self.tokens)
+        window, begin = self.windows.pop(), self._begins.pop()
+        last = len(self.windows)
         if row < last:
-            self.tokens[row], self._begins[row] = tokens, begin
+            self.windows[row], self._begins[row] = window, begin
             self._cache[:, row, :, : self._end] = self._cache[:, last, :, : self._end]
         rows, inputs = [last if i == row else i for i in range(last)], self._inputs
         self._inputs = Cache([], inputs.last_embeddings[rows], inputs.last_tokens[rows])
@@ -100,27 +99,26 @@ class FastDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token (B,) to each sample and return the logits (B, V) after it."""
         self.slide_window()
-        for sample, token in zip(self.tokens, tokens.tolist(), strict=True):
-            sample.append(token)
+        for window, token in zip(self.windows, tokens.tolist(), strict=True):
+            window.append(token)
         slot, self._end = self._end, self._end + 1
         self.logits: Tensor = self._next_logits(tokens, slot)
         return self.logits
 
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
         """Return the logits (B, V) after tokens (B,), whose keys and values are written to `slot`."""
-        low, high = min(self._begins), max(self._begins)
-        first, last = (max(begin, self._end - self.block_size) for begin in (low, high))  # first visible slots
-        positions: Any = slot - low  # or (B, 1)
+        first = min(self._begins)  # visible slot
+        positions: Any = slot - first  # or (B, 1)
         mask = None
-        if low != high:
+        if first != max(self._begins):
             begins = torch.tensor(self._begins, device=self.device)[:, None]  # (B, 1)
             positions = slot - begins
-            if first < last:
-                slots = torch.arange(first, self._end, device=self.device)
-                mask = (slots >= begins)[:, None, None]  # (B, 1, 1, S)
-        rotary = self._rotary_at(positions, slot - high, slot - low) if self.config.position == "rope" else None
+            slots = torch.arange(first, self._end, device=self.device)
+            mask = (slots >= begins)[:, None, None]  # (B, 1, 1, S)
+        # Cosines and sines, (1, D) or (B, 1, 1, D) each
+        rotary = None if self._rotary is None else self._rotary[:, positions].unbind()
         x = self._fast_model.embed(tokens[:, None], positions, self._inputs)[:, 0]  # (B, C)
-        cache = self._cache.narrow(1, 0, len(self.tokens))
+        cache = self._cache.narrow(1, 0, len(self.windows))
         written = cache.narrow(3, slot, 1).transpose(2, 3).unbind()  # (B, 1, K, D) each
         visible = cache.narrow(3, first, self._end - first).unbind()  # (B, K, S, D) each
         for i, block in enumerate(self._fast_model.blocks):
@@ -134,17 +132,12 @@ class FastDecoder:
         return layers * rows * heads * 2 * min(length, self.block_size) * width * self._cache.element_size()
 
     def slide_window(self) -> None:
-        """Make room for one more token in texts of `block_size` tokens and more, which see the last `block_size`.
-
-        With rotary positions or none, the window slides over the cached keys and values, one token per step. Learned
-        positions end with the block: the newer half of the window is read again from position 0.
-        """
-        full = [row for row, begin in enumerate(self._begins) if self._end - begin == self.block_size]
-        if full and self.config.position == "learned":
-            kept = max(1, self.block_size // 2) - 1  # and the token that this step adds
-            self._read([self.tokens[row][len(self.tokens[row]) - kept :] for row in full], full)
+        """Make room for one more token: of a full window, the newer half is read again from position 0."""
+        full = [row for row, window in enumerate(self.windows) if drop_older_half(window, self.block_size)]
+        if full:
+            self._read([self.windows[row] for row in full], full)
         if self._end == self._cache.size(3):
-            B, first = len(self.tokens), self._first_visible()
+            B, first = len(self.windows), self._first_visible()
             if 2 * (self._end - first) > self._end:
                 self._resize(B, 0)
             else:  # move the window to the front
@@ -154,7 +147,7 @@ class FastDecoder:
 
     def _resize(self, rows: int, end: int) -> None:
         """Move to a cache of `rows` rows and twice as many slots as are visible, of which `end` are before the next."""
-        B, first = len(self.tokens), self._first_visible()
+        B, first = len(self.windows), self._first_visible()
         visible, old = self._cache[:, :B, :, first : self._end], self._cache
         end = max(end, self._end - first)
         slots = min(2 * (end + 1), 2 * self.block_size)
@@ -168,7 +161,7 @@ class FastDecoder:
 
     def _first_visible(self) -> int:
         """Return the first slot that the next token of some sample sees."""
-        return max(min(self._begins, default=self._end), self._end - self.block_size)
+        return min(self._begins, default=self._end)
 
     def _read(self, contexts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Fill the cache of the given samples: one context for all of them, or one each, of equal length."""
@@ -177,7 +170,7 @@ class FastDecoder:
         for row in rows:
             self._begins[row] = begin
         # Not in inference mode, so that the model can be trained afterwards.
-        with torch.inference_mode(False), torch.no_grad(), uncompiled():
+        with torch.inference_mode(False), torch.no_grad(), eval_mode(self.model), uncompiled():
             read = self.model.new_cache(len(contexts), length)
             if length:
                 self.model(torch.tensor(contexts, device=self.device), cache=read)
@@ -187,19 +180,20 @@ class FastDecoder:
         self._inputs.last_embeddings[rows] = read.last_embeddings
         self._inputs.last_tokens[rows] = read.last_tokens
 
-    def _rotary_at(self, positions: int | Tensor, least: int, most: int) -> tuple[Tensor, ...]:
-        """Return cosines and sines, (1, D) or (B, 1, 1, D), of positions from `least` to `most`."""
-        start, table = self._rotary_from(least, most)
-        return table[:, positions - start].unbind()
 
-    def _rotary_from(self, least: int, most: int) -> tuple[int, Tensor]:
-        """Return the first position of a table (2, positions, 1, D), and the table, which has those positions."""
-        if self._rotary is None or least < self._rotary[0] or most >= self._rotary[0] + self._rotary[1].size(1):
-            config, start = self.config, 0 if least < self.block_size else least  # 0: for samples that join
-            scaling, length = config.rope_scaling, most - start + _ROTARY_CHUNK
-            table = rotary_table(length, config.head_width, config.rope_base, start=start, scaling=scaling)
-            self._rotary = start, table.to(self._cache)
-        return self._rotary
+def first_window(prompt: Sequence[int], block_size: int) -> list[int]:
+    """Return the tokens that the last one of a prompt sees, without it."""
+    context = list(prompt[:-1])
+    return context[max(0, len(context) - block_size + 1) :]
+
+
+def drop_older_half(window: list[int], block_size: int) -> bool:
+    """Return whether a window of `block_size` tokens is full; then drop its older half, so that one more has place."""
+    is_full = len(window) == block_size
+    if is_full:
+        kept = max(1, block_size // 2) - 1  # and the token that comes
+        del window[: block_size - kept]
+    return is_full
 
 
 class _CacheSlots:
@@ -239,7 +233,7 @@ def _plain(module: nn.Module) -> Any:
     kind: Any = type(module)
     plain = _plain_class(kind)()
     tensors = module._parameters | module._buffers
-    vars(plain).update(vars(module))
+    vars(plain).update(vars(module), training=False)
     vars(plain).update({name: None if value is None else _full_tensor(value) for name, value in tensors.items()})
     vars(plain).update({name: _plain(child) for name, child in module._modules.items() if child is not None})
     return plain

@@ -20,7 +20,7 @@ from minigpt.decoder import make_decoder
 from minigpt.generation_settings import Sampling, check_settings
 from minigpt.model import GPT, eval_mode
 from minigpt.model_changes import uncompiled, unwrap
-from minigpt.sampling import PerSampleRNG, draw
+from minigpt.sampling import PerSampleRNG, draw, unused_ids
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -88,11 +88,12 @@ def stream(
     """Yield the next token of every sample as soon as it is drawn, until all have stopped.
 
     Args:
-        model: is used in evaluation mode and left in its mode.
+        model: is used in evaluation mode, and left in its mode between the steps too.
         prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
         max_new_tokens: per sample; not limited by `block_size`.
         stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: for the texts of the samples; required by stop strings.
+        tokenizer: for the texts of the samples; required by stop strings. Ids without a token are never drawn. Without
+            a tokenizer, any id of the model's vocabulary can be drawn.
         seed: sample i of every prompt has its own random generator, seeded with seed + i.
         num_samples: per prompt.
         logprobs: return the log-probability of every token.
@@ -107,35 +108,38 @@ def stream(
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
-    samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_ids for _ in range(num_samples)]
+    prompt_of_samples = [prompt for prompt in prompt_ids for _ in range(num_samples)]
+    samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
 
     @torch.inference_mode()
     def steps() -> Iterator[Step]:
-        with eval_mode(model):
-            decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
-            uniforms = PerSampleRNG(seeds, decoder.device)
-            seen = None  # (B, V)
-            if filters.repetition_penalty != 1:
-                seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
-                for row, prompt in zip(seen, decoder.tokens, strict=True):
-                    row[prompt] = True
-            for i in range(max_new_tokens):
-                logits = decoder.logits.float()  # (B, V)
-                tokens = draw(logits, filters, uniforms.next(), seen)  # (B,)
-                ids, last = tokens.tolist(), i + 1 == max_new_tokens
-                # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
-                if max(ids) >= logits.size(-1) or (i == 0 and not logits.amax(dim=-1).isfinite().all()):
-                    raise RunError(NON_FINITE)
-                of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
-                texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]
-                stopped = [sample.stopped for sample in samples]
-                yield Step(ids, texts, of_tokens, stopped)
-                if last or all(stopped):
-                    return
-                if seen is not None:
-                    seen.scatter_(-1, tokens[:, None], True)
-                decoder.step(tokens)
+        decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
+        uniforms = PerSampleRNG(seeds, decoder.device)
+        unused = None  # (V,)
+        if tokenizer is not None:
+            unused = unused_ids(tokenizer.token_bytes, decoder.logits.size(-1), decoder.device)
+        seen = None  # (B, V)
+        if filters.repetition_penalty != 1:
+            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
+            for row, prompt in zip(seen, prompt_of_samples, strict=True):
+                row[prompt] = True
+        for i in range(max_new_tokens):
+            logits = decoder.logits.float()  # (B, V)
+            tokens = draw(logits, filters, uniforms.next(), seen, unused)  # (B,)
+            ids, last = tokens.tolist(), i + 1 == max_new_tokens
+            # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
+            if max(ids) >= logits.size(-1) or (i == 0 and not logits.amax(dim=-1).isfinite().all()):
+                raise RunError(NON_FINITE)
+            of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
+            texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]
+            stopped = [sample.stopped for sample in samples]
+            yield Step(ids, texts, of_tokens, stopped)
+            if last or all(stopped):
+                return
+            if seen is not None:
+                seen.scatter_(-1, tokens[:, None], True)
+            decoder.step(tokens)
 
     return steps()
 
@@ -159,8 +163,7 @@ def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
     """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode."""
     model = unwrap(model)
     before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
-    with eval_mode(model):
-        parts = list(score_windows(model, before + text, len(before), n_top))
+    parts = list(score_windows(model, before + text, len(before), n_top))
     logprobs, ranks = torch.cat([part.logprobs for part in parts]), torch.cat([part.ranks for part in parts])
     return Score(logprobs.cpu(), ranks.cpu(), [row for part in parts for row in part.top])
 
@@ -174,7 +177,7 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
         window = torch.tensor(ids[begin : begin + block_size + 1], device=next(model.parameters()).device)  # (n,)
-        with uncompiled():
+        with eval_mode(model), uncompiled():
             logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
         done = begin + len(window)

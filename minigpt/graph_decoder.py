@@ -28,23 +28,20 @@ class GraphDecoder(FastDecoder):
     _step: "_FixedStep | None" = None
 
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
-        rotary = None
-        if self.config.position == "rope":
-            rotary = self._rotary_from(slot - max(self._begins), slot - min(self._begins))
         slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
         step = self._step
         in_place = step is not None and step.cache is self._cache and len(step.tokens) == len(tokens)
-        if step is None or not in_place or step.slots != slots or step.rotary is not rotary:
-            step = self._step = _FixedStep(self, slots, rotary)
+        if step is None or not in_place or step.slots != slots:
+            step = self._step = _FixedStep(self, slots)
         return step(self, tokens, slot)
 
 
 class _FixedStep:
     """A step of the samples of a decoder over its first `slots` slots, whose tensors have fixed addresses."""
 
-    def __init__(self, decoder: Any, slots: int, rotary: tuple[int, Tensor] | None) -> None:
-        self.model, self.block_size = decoder._fast_model, decoder.block_size
-        self.slots, self.rotary, self.cache, B = slots, rotary, decoder._cache, len(decoder.tokens)
+    def __init__(self, decoder: Any, slots: int) -> None:
+        self.model, self.rotary = decoder._fast_model, decoder._rotary
+        self.slots, self.cache, B = slots, decoder._cache, len(decoder.windows)
         self.layers = self.cache[:, :B, :, :slots].unbind()  # (B, K, S, D) each
         self.tokens = torch.zeros(B, dtype=torch.long, device=decoder.device)
         self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
@@ -84,15 +81,10 @@ class _FixedStep:
 
     def _compute(self) -> Tensor:
         positions = self.slot - self.begins  # (B, 1)
-        # (B, S): from the first slot of the sample, and of the window, to this one
-        slots, slot = self.all_slots, self.slot
-        visible = (slots >= self.begins) & (slots > slot - self.block_size) & (slots <= slot)
+        visible = (self.all_slots >= self.begins) & (self.all_slots <= self.slot)  # (B, S)
         # Added to the scores, because a boolean mask would be converted in every layer.
         mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))[:, None, None]  # (B, 1, 1, S)
-        rotary = None
-        if self.rotary is not None:
-            first, table = self.rotary
-            rotary = table[:, positions - first].unbind()  # (B, 1, 1, D) each
+        rotary = None if self.rotary is None else self.rotary[:, positions].unbind()  # (B, 1, 1, D) each
         after = Cache([], *self.inputs)
         x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
         for mine, theirs in zip(self.inputs, (after.last_embeddings, after.last_tokens), strict=True):

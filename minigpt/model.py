@@ -7,6 +7,8 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,13 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
+from minigpt.attention import KVCache, MultiHeadAttention, Rotary, rotary_table
 from minigpt.config import GPTConfig
 from minigpt.embeddings import NGramEmbedding, smear
 from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Ids
+
+_EVALUATIONS = Counter[nn.Module]()  # that run, of modules whose mode is training
+_MODES = threading.Lock()
 
 
 class GPT(nn.Module):
@@ -95,7 +100,9 @@ class GPT(nn.Module):
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
         if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
             x = x.bfloat16()  # the sums between blocks: half the memory traffic, the same range
-        rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, 1, D)
+        rotary = None
+        if self.rotary is not None:  # parts of each table: exported, a part of both would be another kind at T tokens
+            rotary = tuple(table[start:end] for table in self.rotary.unbind())  # (T, 1, D) each
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:
@@ -219,7 +226,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None, mask: Tensor | None = None
+        self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); rotary, cache and mask are those of the attention."""
         if self.pre_norm:
@@ -280,11 +287,21 @@ def _is_nan(loss: Tensor) -> bool:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the context, and leave each module in its mode."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Disable dropout inside the context, and leave each module in its mode.
+
+    Contexts of several threads may overlap: the last one that ends restores the mode.
+    """
+    with _MODES:
+        in_training = [module for module in model.modules() if module.training or module in _EVALUATIONS]
+        _EVALUATIONS.update(in_training)
+        for module in in_training:
+            module.training = False
     try:
         yield
     finally:
-        for module in in_training:
-            module.training = True
+        with _MODES:
+            _EVALUATIONS.subtract(in_training)
+            for module in in_training:
+                module.training = not _EVALUATIONS[module]
+                if module.training:
+                    del _EVALUATIONS[module]

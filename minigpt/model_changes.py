@@ -4,8 +4,9 @@ Fast decoding, checkpoints and exports use the weights without the model's own c
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -48,11 +49,36 @@ def plain_kind(kind: Any) -> Any:
     return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
 
 
+class _Shared:
+    """A context of calls that may overlap, in any order: the first one enters it and the last one leaves it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make, self.entered = make, ExitStack()
+        self.n_calls, self.lock = 0, threading.Lock()
+
+    def __call__(self) -> "_Shared":
+        return self
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.n_calls == 0:
+                self.entered.enter_context(self.make())
+            self.n_calls += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.n_calls -= 1
+            if self.n_calls == 0:
+                self.entered.close()
+
+
+@_Shared
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run models without what is prepared for every length of a text: compiled code, and the attention of cuDNN.
 
-    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
+    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms. Both are
+    settings of the process, which calls in several threads share.
     """
     had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

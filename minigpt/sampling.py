@@ -6,7 +6,7 @@ the batch.
 Shapes: B samples, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -43,8 +43,15 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     return logits
 
 
-def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1)."""
+def draw(
+    logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None = None, unused: Tensor | None = None
+) -> Tensor:
+    """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1).
+
+    `unused` (V,): true for the ids that are not drawn, from `unused_ids`.
+    """
+    if unused is not None:
+        logits = logits.masked_fill(unused, float("-inf"))
     logits = filter_logits(logits, sampling, seen)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
@@ -52,6 +59,16 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | Non
     cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
+
+
+def unused_ids(tokens: Collection[int], vocab_size: int, device: torch.device) -> Tensor | None:
+    """Return a mask (V,) of the ids below `vocab_size` that are no token, or None if there are none."""
+    unused = set(range(vocab_size)).difference(tokens)
+    if not unused:
+        return None
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[list(unused)] = True
+    return mask.to(device)
 
 
 class PerSampleRNG:

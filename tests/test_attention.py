@@ -86,6 +86,12 @@ def test_dropout_drops_weights(dtype: torch.dtype):
     assert silent.float().mean().item() == pytest.approx(0.2, abs=0.015)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_attends_to_itself_exactly(dtype: torch.dtype):
+    q, k, v = (torch.randn(2, 3, 1, 8, dtype=dtype) for _ in range(3))
+    assert torch.equal(attend(q, k, v, causal=True), v)
+
+
 def test_a_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(UserError, match=r"^n_embd must be divisible by n_head=4, got 10"):
         MultiHeadAttention(10, 4)

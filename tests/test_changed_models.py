@@ -10,7 +10,7 @@ import pytest
 import torch
 from extras.playground.test_engine import collect
 from extras.playground.test_engine import serve as serve_engine
-from test_generation import make
+from test_generation import ARCHITECTURES, make
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -132,6 +132,29 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
     if how in CHANGES:
         unchanged = [sample.tokens for sample in generate(rope(), PROMPTS, max_new_tokens=8, **options)]
         assert (found == unchanged) == (how in WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: dict[str, Any]):
+    model, options = make(**settings), {"max_new_tokens": 3 * BLOCK, "logprobs": True}
+    prompts = [*PROMPTS, [3] * 30]
+    before = generate(model, prompts, **options)
+    model.blocks[0].register_forward_hook(lambda module, args, x: x)
+    assert isinstance(make_decoder(model), Decoder)
+    for one, other in zip(before, generate(model, prompts, **options), strict=True):
+        assert one.tokens == other.tokens
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3)
+
+
+def test_settings_of_the_process_are_restored_by_the_last_of_the_calls_that_overlap():
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as at the start of a process
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @COMPILED

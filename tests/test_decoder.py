@@ -12,7 +12,7 @@ from test_generation import ARCHITECTURES, architectures, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.attention import KVCache, rotary_table
+from minigpt.attention import KVCache
 from minigpt.decoder import Decoder
 from minigpt.fast_decoder import FastDecoder
 from minigpt.graph_decoder import GraphDecoder
@@ -107,11 +107,11 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(
 
 
 @architectures
-def test_the_decoder_for_every_model_reads_the_last_block_size_tokens_at_every_step(settings: dict[str, Any]):
-    model = make(**settings)
+@pytest.mark.parametrize("block_size", [1, 2, 7, 16])
+def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(settings: dict[str, Any], block_size: int):
+    model = make(**settings, block_size=block_size)
     for text, n, logits in join_and_leave(model, VISITS, Decoder(model)):
-        windows = [text[:end][-model.config.block_size :] for end in range(n, len(text) + 1)]
-        close(model, logits, torch.stack([model(torch.tensor([window]))[0, -1] for window in windows]))
+        close(model, logits, as_alone(model, text, n))
 
 
 @kinds
@@ -232,31 +232,14 @@ def join_and_leave(
 
 
 def as_alone(model: GPT, text: list[int], n: int) -> Tensor:
-    """The logits (1 + following, V) after the prompt, the first n tokens, and after each token that follows."""
-    if model.config.position == "learned":
-        return newer_halves(model, text, n)
-    read = min(n, model.config.block_size)  # the end of a prompt is read
-    return sliding_window(model, text[n - read :])[read - 1 :]
+    """The logits (1 + following, V) after the prompt, the first n tokens, and after each token that follows.
 
-
-def sliding_window(model: GPT, text: list[int]) -> Tensor:
-    """The logits (T, V) of a text of any length where each layer sees the last `block_size` tokens."""
-    config, T = model.config, len(text)
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    window = (distance >= 0) & (distance < config.block_size)
-    table = rotary_table(T, config.head_width, config.rope_base, scaling=config.rope_scaling)
-    x = model.embed(torch.tensor([text]), slice(T), None)
-    for block in model.blocks:
-        x = block(x, table if config.position == "rope" else None, mask=window)
-    return model.logits(x)[0]
-
-
-def newer_halves(model: GPT, text: list[int], length: int) -> Tensor:
-    """The logits (1 + following, V) after a prompt and after each token that follows; crops to the newer half."""
+    A full window is cropped to its newer half.
+    """
     block_size = model.config.block_size
-    context = text[:length][-block_size:]
+    context = text[:n][-block_size:]
     logits = [model(torch.tensor([context]))[0, -1]]
-    for token in text[length:]:
+    for token in text[n:]:
         context = [*context, token]
         if len(context) > block_size:
             context = context[-max(1, block_size // 2) :]

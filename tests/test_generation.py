@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from models import make_model
+from models import make_model, overlap
 from tolerance import assert_near, rounding, terms_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -148,16 +149,63 @@ def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not():
 @pytest.mark.parametrize("training", [True, False])
 def test_a_model_stays_in_its_mode_and_can_be_trained(training: bool):
     model = make(dropout=0.5).train(training)
-    steps = stream(model, [3], max_new_tokens=20)
-    next(steps)
-    assert torch.is_grad_enabled()
-    assert not model.training
-    steps.close()
-    assert {module.training for module in model.modules()} == {training}
+    for _ in stream(model, [3], max_new_tokens=20):
+        assert torch.is_grad_enabled()
+        assert {module.training for module in model.modules()} == {training}
     generate(model, [3], max_new_tokens=20)
     score(model, [3] * 40, [3])
     model(torch.tensor([[3]]), torch.tensor([[4]])).backward()
     assert model.wte.weight.grad is not None
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_no_step_has_dropout_whatever_other_calls_end_or_the_user_does_meanwhile(is_changed: bool):
+    model = make(dropout=0.5)
+    if is_changed:
+        model.blocks[0].register_forward_hook(lambda module, args, x: x)
+    expected = [texts(model, [prompt], max_new_tokens=n)[0] for prompt, n in ((3, 3), (5, 40))]
+    streams = [stream(model.train(), [prompt], max_new_tokens=n) for prompt, n in ((3, 3), (5, 40))]
+    found: list[list[int]] = [[], []]
+    for i in (0, 1, 0, 1, 0):  # the first one ends
+        found[i] += next(streams[i]).tokens
+    score(model, [1, 2], [3])
+    model.eval()
+    found[1] += next(streams[1]).tokens
+    model.train()
+    for step in streams[1]:
+        found[1] += step.tokens
+    assert found == expected
+
+
+def test_scores_in_several_threads_have_no_dropout():
+    model = make(dropout=0.5)
+    calls = [partial(score, model, text, [3]) for text in ([1, 2, 7], [4, 5])]
+    expected = [call() for call in calls]
+    model.train()
+    for found, own in zip(overlap(model, *calls), expected, strict=True):
+        assert torch.equal(found.logprobs, own.logprobs)
+    assert all(module.training for module in model.modules())
+
+
+TOKENIZERS = {"the first ids": range(12), "holes": [0, 3, 4, 9, 22, 38], "all ids": range(40)}
+
+
+@pytest.mark.parametrize("known", TOKENIZERS.values(), ids=TOKENIZERS)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 2.0}], ids=str)
+def test_ids_without_a_token_are_never_drawn(known: Sequence[int], options: dict[str, Any]):
+    model, tokenizer = make(vocab_size=40), Letters(known)
+    options = {"max_new_tokens": 40, "num_samples": 8, "logprobs": True, **options}
+    found = generate(model, [3], tokenizer=tokenizer, **options)  # type: ignore[arg-type]
+    # As from a model that excludes the ids itself.
+    unused = torch.full((40,), float("-inf")).index_fill(0, torch.tensor([*known]), 0.0)
+    hook = model.lm_head.register_forward_hook(lambda module, args, logits: logits + unused)
+    expected = generate(model, [3], **options)
+    hook.remove()
+    assert [sample.tokens for sample in found] == [sample.tokens for sample in expected]
+    assert {token for sample in found for token in sample.tokens} <= {*known}
+    for sample in found:  # under the model, with all its ids
+        scored = score(model, sample.tokens[:16], [3]).logprobs
+        assert_near(torch.tensor(sample.logprobs[:16]), scored, terms=terms_of(model.config))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +299,9 @@ class Letters:
     """A tokenizer of letters and pairs of letters, and of the two bytes of é."""
 
     TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
+
+    def __init__(self, known: Sequence[int] = range(len(TOKENS))) -> None:
+        self.token_bytes = {i: self.decode_bytes([i]) for i in known}
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.TOKENS[i] if i < len(self.TOKENS) else b"?" for i in ids)

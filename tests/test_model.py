@@ -191,6 +191,32 @@ def test_an_input_longer_than_the_context_raises():
             model(torch.zeros(1, n, dtype=torch.long), **options)
 
 
+CAPTURED = {
+    "gpt2": (torch.bfloat16, {}),
+    "llama": (torch.float32, {**LLAMA, "n_kv_head": 1}),
+    "fast_cpu": (torch.float32, MODELS["fast_cpu"]),
+}
+
+
+@pytest.mark.xdist_group("compiled")  # one worker imports torch's compiler
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", ["export", "trace"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_an_exported_or_traced_model_computes_texts_of_every_length(name: str, how: str):
+    dtype, settings = CAPTURED[name]
+    model = make_model(**{**settings, "block_size": 300, "n_layer": 1}).to(dtype)  # more than the formula attends to
+    example = torch.randint(23, (2, 10))
+    if how == "export":
+        sizes = {0: torch.export.Dim("B", min=1, max=9), 1: torch.export.Dim("T", min=1, max=300)}
+        captured = torch.export.export(model, (example,), dynamic_shapes=(sizes,)).module()
+    else:
+        captured = torch.jit.trace(model, (example,))
+    for shape in ((1, 1), (1, 7), (3, 1), (2, 300)):
+        ids = torch.randint(23, shape)
+        with torch.no_grad():
+            assert_near(captured(ids), model(ids), terms=terms_of(model.config))
+
+
 def test_a_cache_is_filled_also_where_activations_are_recomputed():
     model, ids = make_model().train(), torch.randint(23, (1, 6))
     model.checkpoint_blocks, cache = 1, model.new_cache(1, 6)
@@ -237,6 +263,19 @@ def test_evaluation_leaves_each_module_in_its_mode():
     modes = [module.training for module in model.modules()]
     with eval_mode(model):
         assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_evaluations_that_overlap_restore_the_modes_when_the_last_one_ends():
+    model = make_model(dropout=0.5).train()
+    model.blocks[1].eval()
+    modes = [module.training for module in model.modules()]
+    first, second = eval_mode(model.blocks[0]), eval_mode(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
     assert [module.training for module in model.modules()] == modes
 
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count, product
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
     """
     weights: list[Tensor] = []
     layer, wanted = count(), range(model.config.n_layer)[layers]
+    caller = get_ident()  # the hooks are called in other threads too, if those use the model
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        if next(layer) in wanted:
+        if get_ident() == caller and next(layer) in wanted:
             weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
 
     with eval_mode(model), ExitStack() as hooks:

@@ -29,7 +29,7 @@ from minigpt.decoder import make_decoder
 from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
-from minigpt.sampling import PerSampleRNG, draw
+from minigpt.sampling import PerSampleRNG, draw, unused_ids
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.terminal import log
 
@@ -94,6 +94,7 @@ class Engine:
         self._n_calls = 0
         # Of the thread:
         self._decoder = make_decoder(model)
+        self._unused = unused_ids(tokenizer.token_bytes, model.config.vocab_size, self._decoder.device)  # (V,)
         self._threads = ThreadBalancer(fixed=self._decoder.device.type != "cpu")
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
@@ -236,7 +237,8 @@ class Engine:
             uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
             index = rows if len(groups) > 1 else slice(None)  # without a copy
-            tokens[index] = draw(logits[index], sampling, uniforms, torch.stack(seen) if seen else None)
+            stacked = torch.stack(seen) if seen else None
+            tokens[index] = draw(logits[index], sampling, uniforms, stacked, self._unused)
         return tokens
 
     def _send(self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True) -> None:

@@ -59,7 +59,8 @@ class Samples(Callback):
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
     """Return a prompt and one continuation of it, as `draw` does."""
-    return prompt + tokenizer.decode(draw(model, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)[0])
+    drawn = draw(model, encode_prompt(tokenizer, prompt), seconds=seconds, tokenizer=tokenizer, **settings)
+    return prompt + tokenizer.decode(drawn[0])
 
 
 def draw(model: GPT, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any) -> list[list[int]]:
@@ -73,7 +74,6 @@ def draw(model: GPT, prompt: Any, *, seconds: float, max_new_tokens: int, **sett
             drawn.append(step.tokens)
             if time.perf_counter() > end:
                 break
-        steps.close()  # leaves the model in its mode
     finally:
         torch.set_deterministic_debug_mode(mode)
     return [list(ids) for ids in zip(*drawn, strict=True)]  # per sample

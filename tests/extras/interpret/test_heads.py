@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import make_model
+from models import make_model, overlap
 from tolerance import rounding, terms_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -122,6 +122,14 @@ def test_measuring_changes_neither_the_model_nor_the_random_state():
     assert torch.equal(first, second)  # without dropout
     assert torch.equal(torch.get_rng_state(), before)
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_maps_of_one_model_can_be_computed_in_several_threads():
+    model = small_model(dropout=0.4)
+    calls = [partial(heads.attention_maps, model, torch.randint(23, (16,))) for _ in range(2)]
+    expected = [call() for call in calls]
+    for maps, own in zip(overlap(model.train(), *calls), expected, strict=True):
+        assert torch.equal(maps, own)
 
 
 def test_the_induction_score_is_nan_for_a_short_block_and_chance_for_uniform_attention():

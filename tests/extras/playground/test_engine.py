@@ -40,6 +40,7 @@ class Letters:
     """A tokenizer of letters and pairs of letters, and of the two bytes of é."""
 
     TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
+    token_bytes = dict.fromkeys(range(23), b"?") | dict(enumerate(TOKENS))
     separated = False
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -125,6 +126,15 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
 
     for request, found in zip(requests, serve(model, both, max_running=4), strict=True):
         assert_as_generate(model, request, found)
+
+
+def test_ids_without_a_token_are_never_drawn():
+    model = make(vocab_size=40)
+    requests = [SampleRequest([3], 30, Sampling(**each), seed=i) for each in SETTINGS for i in range(3)]
+    found = serve(model, lambda engine: collect_all(engine, requests))
+    assert {token.id for tokens in found for token in tokens} <= Letters.token_bytes.keys()
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
 
 
 def test_closing_a_stream_frees_its_row():

@@ -18,6 +18,7 @@ class BrowserBackend {
     this.data = data;
     this.models = [name];
     this.tokenizer = new Tokenizer(data.tokenizer);
+    this.unused = [...Array(data.config.vocab_size).keys()].filter(id => !this.tokenizer.has(id));
     const snapshots = data.history.steps.map(step => `${name}@${step}`);
     this.base64 = new Map([name, ...snapshots].map((key, i) => [key, base64[i]]));
     this.weights = new Map();
@@ -47,7 +48,7 @@ class BrowserBackend {
     try {
       await sequence.replace(context, turn);
       for (let left = max_tokens - 1; left >= 0; left--) {
-        const id = draw(sequence.logits, sampling, random);
+        const id = draw(sequence.logits, this.unused, sampling, random);
         if (id === stop) return;
         sequence.append(id);
         yield this.token(id, decode(id) + (left ? "" : decode()), sequence.predictions.at(-1));

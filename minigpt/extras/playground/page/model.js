@@ -45,7 +45,7 @@ export class GPT {
     this.embeddings = [];  // their embeddings, for smear
   }
 
-  // Keep the first n tokens in the cache; it must not have slid, so n is at most T.
+  // Keep the first n tokens in the cache, which must be the first of the text: of at most T tokens.
   rewind(n) {
     this.tokens.length = n;
     if (this.config.smear) this.embeddings.length = n;
@@ -64,11 +64,10 @@ export class GPT {
 
   // Append a token and return the output (C) of the last block.
   //
-  // Beyond T tokens, the window of rotary or no positions slides by one token. Learned positions end with the block:
-  // the newer half of the window is read again from position 0.
+  // Beyond T tokens, the newer half of the window is read again from position 0, as in minigpt/fast_decoder.py.
   forward(token) {
     const {config} = this, T = config.block_size;
-    if (config.position === "learned" && this.tokens.length === T) {
+    if (this.tokens.length === T) {
       const kept = this.tokens.slice(T - Math.max(1, Math.floor(T / 2)) + 1);
       this.reset();
       kept.forEach(earlier => this.forward(earlier));
@@ -99,7 +98,6 @@ export class GPT {
         for (let i = 0; i < C; i++) x[i] += factor[i] * before[i];
       }
       previous.push(own);
-      if (previous.length > config.block_size + config.smear) previous.shift();
     }
     if (config.position === "learned") add(x, weights["wpe.weight"].subarray(position * C, (position + 1) * C));
     return config.embed_norm ? normalize(x, config.norm_eps) : x;
@@ -119,7 +117,7 @@ export class GPT {
     return x;
   }
 
-  // Compute the attention from the token at `position` to those in the cache, whose T slots are used in turn.
+  // Compute the attention from the token at `position` to those in the cache.
   attend(layer, x, position, rotation) {
     const {H, K, D} = this, T = this.config.block_size;
     const qkv = linear(layer.qkv, x);  // H + 2K heads
@@ -128,9 +126,9 @@ export class GPT {
       if (this.config.qk_norm) part.set(normalize(part, this.config.norm_eps, head < H ? layer.qNorm : layer.kNorm));
       if (rotation) rotate(part, rotation);
     }
-    layer.keys = store(layer.keys, qkv.subarray(H * D, (H + K) * D), position % T, T);
-    layer.values = store(layer.values, qkv.subarray((H + K) * D), position % T, T);
-    const {keys, values} = layer, S = Math.min(position + 1, T);
+    layer.keys = store(layer.keys, qkv.subarray(H * D, (H + K) * D), position, T);
+    layer.values = store(layer.values, qkv.subarray((H + K) * D), position, T);
+    const {keys, values} = layer, S = position + 1;
     const y = new Float32Array(H * D), weights = new Float64Array(S);
     for (let head = 0; head < H; head++) {
       const q = head * D, kv = Math.floor(head * K / H) * D;

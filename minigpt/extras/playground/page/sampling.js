@@ -3,12 +3,14 @@
 
 const N_TOP = 10;
 
-// Draw a token id from logits (V).
+// Draw a token id from logits (V); `unused`: ids without a token, which are never drawn.
 //
 // temperature: 0 takes the first of equal maxima. top_k: number of tokens, or null. top_p, min_p: as in minigpt.
 // random: numbers in [0, 1).
-export function draw(logits, {temperature, top_k, top_p, min_p}, random) {
+export function draw(logits, unused, {temperature, top_k, top_p, min_p}, random) {
   const V = logits.length;
+  logits = logits.slice();
+  for (const id of unused) logits[id] = -Infinity;
   let most = -Infinity, p = new Float64Array(V), total = 0, cumulative = 0, last = 0;
   for (let i = 0; i < V; i++) most = Math.max(most, logits[i]);
   if (!Number.isFinite(most)) throw new Error("the logits are NaN or infinite");

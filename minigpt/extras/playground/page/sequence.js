@@ -11,7 +11,7 @@ export class Sequence {
     this.logits = null;  // after the last id
   }
 
-  // Return how many first ids need not be read again. In a full window, earlier keys and values are overwritten.
+  // Return how many first ids need not be read again. Beyond the block, the cache holds the newer ones alone.
   shared(ids) {
     const first = this.ids.findIndex((id, i) => id !== ids[i]), count = first < 0 ? this.ids.length : first;
     const isLost = count < this.ids.length && this.ids.length > this.model.config.block_size;

@@ -4,6 +4,7 @@ export class Tokenizer {
   // values: the tokenizer's to_dict; `start`: the ids of an empty text; `pattern`: splits a text before the merges.
   constructor(values) {
     this.values = values;
+    this.special = new Set(Object.values(values.special ?? {}));
     if (values.name === "char") {
       this.tokens = [...values.alphabet].map(utf8);
       this.ids = new Map([...values.alphabet].map((character, id) => [character, id]));
@@ -27,13 +28,16 @@ export class Tokenizer {
     return Array.from(text, character => this.ids.get(character));
   }
 
+  has(id) {
+    return this.special.has(id) || (this.tokens[id] ?? null) !== null;
+  }
+
   // Return a function that maps the next id to the text that it completes; at the end, call it without an id.
   decoder() {
     const decoder = new TextDecoder("utf-8", {ignoreBOM: true});
-    const special = new Set(Object.values(this.values.special ?? {}));
     return id => {
       if (id === undefined) return decoder.decode();
-      const token = special.has(id) ? "" : this.tokens[id] ?? utf8("\ufffd");
+      const token = this.special.has(id) ? "" : this.tokens[id] ?? utf8("\ufffd");
       return decoder.decode(Uint8Array.from(token, byte => byte.charCodeAt(0)), {stream: true});
     };
   }
