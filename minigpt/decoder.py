@@ -82,12 +82,13 @@ class Decoder:
         for window in dict.fromkeys(windows):  # equal ones, as those of one prompt, are read once
             by_length.setdefault(len(window), []).append(window)
         found: dict[tuple[int, ...], Tensor] = {}  # the logits (V,) after each window
-        for batch in by_length.values():
-            with eval_mode(self.model), uncompiled():
+        with eval_mode(self.model), uncompiled():
+            for batch in by_length.values():
                 logits = self.model(torch.tensor(batch, device=self.device))  # (B, T, V)
-            if not isinstance(logits, Tensor) or logits.dim() != 3:
-                raise UserError(f"model(tokens) must return logits, a tensor (B, T, V), got {type(logits).__name__}")
-            found |= zip(batch, logits[:, -1], strict=True)
+                if not isinstance(logits, Tensor) or logits.dim() != 3:
+                    expected = "model(tokens) must return logits, a tensor (B, T, V)"
+                    raise UserError(f"{expected}, got {type(logits).__name__}")
+                found |= zip(batch, logits[:, -1], strict=True)
         self.logits = torch.stack([found[window] for window in windows])
         return self.logits
 

@@ -23,6 +23,7 @@ from minigpt.data.readers import read_texts
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, encode_prompt
 from minigpt.device import find_device
 from minigpt.generation import generate, score
+from minigpt.runs.callbacks.samples import sample_text
 from minigpt.sample_cli import read_prompt
 
 SCRIPT = SCRIPTS / "sample.py"
@@ -55,6 +56,7 @@ def saves(tmp_path_factory):
     models = {
         "char": (make_model(vocab_size=char.vocab_size, **drawn), char),
         "bpe": (make_model(vocab_size=bpe.vocab_size, **drawn), bpe),
+        "padded": (make_model(vocab_size=512, **drawn), char),
         "multibyte": (chain(byte, [10, *WHOLE.encode()], again=1), byte),
         "letters": (chain(char, char.encode("\nabcdefghijklmnopqrstuvwxyz")), char),
         "separated": (chain(separated, [*separated.encode("abc"), *separated.separator]), separated),
@@ -185,6 +187,14 @@ def test_the_sample_of_a_validation_is_that_of_its_settings(trained, sample):
     title, text = re.findall(r"── (.*) ──\n([^─]*)", (run / "samples.txt").read_text())[-1]
     assert title.startswith("step 20, validation loss ")
     assert text == f"{drawn.strip()}\n\n"
+
+
+def test_neither_the_script_nor_a_training_draws_ids_without_a_token(saves, sample):
+    model, tokenizer = load_checkpoint(saves["padded"])
+    text = sample_text(model, tokenizer, "a fox", max_new_tokens=60, temperature=0.8, seed=3)
+    assert set(text) <= set(tokenizer.alphabet)
+    flags = "--prompt", "a fox", "--max-new-tokens", 60, "--temperature", 0.8, "--seed", 3
+    assert sample(saves["padded"], *flags).stdout == f"{text}\n"
 
 
 def test_smaller_weights_give_text_and_nearly_the_score_of_float32(saves, sample):

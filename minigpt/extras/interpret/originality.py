@@ -156,8 +156,8 @@ def final_originality(
         index, per_token = build_index(corpus), corpus.train.bytes / corpus.train.tokens
         count = -(-characters // max(1, int(DRAWN_TOKENS * per_token)))
         settings: Any = {"max_new_tokens": DRAWN_TOKENS, "temperature": 0.8, "seed": seed, "num_samples": count}
-        settings["tokenizer"] = corpus.tokenizer
-        draws = draw(model, corpus.tokenizer.start, seconds=end - time.perf_counter(), **settings)
+        left = end - time.perf_counter()
+        draws = draw(model, corpus.tokenizer, corpus.tokenizer.start, seconds=left, **settings)
         text = "".join(map(corpus.tokenizer.decode, draws))[:characters]
         validation = validation_text(corpus, len(text))
         texts = {"final_sample": sample, "generated_text": text, "validation_text": validation}

@@ -59,16 +59,19 @@ class Samples(Callback):
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
     """Return a prompt and one continuation of it, as `draw` does."""
-    drawn = draw(model, encode_prompt(tokenizer, prompt), seconds=seconds, tokenizer=tokenizer, **settings)
-    return prompt + tokenizer.decode(drawn[0])
+    (drawn,) = draw(model, tokenizer, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)
+    return prompt + tokenizer.decode(drawn)
 
 
-def draw(model: GPT, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any) -> list[list[int]]:
+def draw(
+    model: GPT, tokenizer: Tokenizer, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any
+) -> list[list[int]]:
     """Return the ids that `generate` draws after those of a prompt (T,), but stop after so many seconds."""
     end, drawn, mode = time.perf_counter() + seconds, list[list[int]](), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
-        steps: Any = stream(model, torch.as_tensor(prompt).long(), max_new_tokens=max_new_tokens, **settings)
+        settings |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer}
+        steps: Any = stream(model, torch.as_tensor(prompt).long(), **settings)
         hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
         for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
             drawn.append(step.tokens)

@@ -61,7 +61,8 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, m
 
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
-    run = train("originality=500", "callbacks.samples.max_new_tokens=20")
+    run = train("originality=500", "callbacks.samples.max_new_tokens=20", "model.vocab_size=512")
+    assert "\ufffd" not in (run.folder / "samples.txt").read_text(encoding="utf-8")  # ids that are no characters
     summary = run.summary["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
     assert 0 <= summary["generated_text"]["new"]["5"] <= summary["generated_text"]["new"]["10"] <= 1

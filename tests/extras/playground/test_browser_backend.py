@@ -47,7 +47,7 @@ def test_requests_at_the_same_time_do_not_disturb_each_other(open_page: Any, tmp
     const [prompts, settings] = arguments, sample = function() {{{SAMPLE}}};
     return Promise.all(prompts.map(prompt => sample(prompt, settings)));"""
     prompts = [random_ids(20), random_ids(20, seed=2), random_ids(20)]
-    samples = generate(model, prompts, max_new_tokens=100)
+    samples = generate(model, prompts, max_new_tokens=100, tokenizer=CHARACTERS)
     for n in (15, 15, 100):  # the second and third time with caches
         found = run(together, prompts, {**DEFAULTS, "max_tokens": n})
         assert [[token["id"] for token in tokens] for tokens in found] == [sample.tokens[:n] for sample in samples]

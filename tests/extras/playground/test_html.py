@@ -41,7 +41,7 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name, open_page, tmp_pa
         expected = model(tokens)[0]
     torch.testing.assert_close(torch.tensor(run(LOGITS, tokens[0].tolist())), expected, rtol=0, atol=1e-3)
     for prompt in (tokens[0, :8].tolist(), tokens[0].tolist() * 2):  # also a prompt that is longer than the context
-        (sample,) = generate(model, prompt, max_new_tokens=100, temperature=0)
+        (sample,) = generate(model, prompt, max_new_tokens=100, temperature=0, tokenizer=CHARACTERS)
         assert sample_ids(run, prompt, max_tokens=100, temperature=0) == sample.tokens
 
 
@@ -70,8 +70,21 @@ def test_a_seed_gives_the_samples_of_generate(open_page, tmp_path):
     run = open_page(export(model, CHARACTERS, tmp_path))
     for each in ({"top_k": 20, "top_p": 0.8, "min_p": 0.1, "temperature": 1.3}, {"temperature": 1e-6}):
         for seed in (0, 2**32 + 5):
-            (sample,) = generate(model, [1, 2, 3], max_new_tokens=100, seed=seed, **each)
+            options = {"seed": seed, "tokenizer": CHARACTERS, **each}
+            (sample,) = generate(model, [1, 2, 3], max_new_tokens=100, **options)
             assert sample_ids(run, [1, 2, 3], max_tokens=100, seed=seed, **each) == sample.tokens
+
+
+def test_ids_without_a_token_are_never_drawn(open_page, tmp_path):
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokenizer = BPETokenizer("bpe", [*tokens, None, b"ab", None], {SEPARATOR: 300})
+    model = random_model(vocab_size=320)
+    model.lm_head.weight.data[256:] *= 3  # they would be most of a text
+    run = open_page(export(model, tokenizer, tmp_path))
+    for settings in ({}, {"temperature": 0}, {"top_k": 20, "temperature": 3}):
+        (sample,) = generate(model, [1, 2], max_new_tokens=60, tokenizer=tokenizer, **settings)
+        assert sample_ids(run, [1, 2], max_tokens=60, **settings) == sample.tokens
+        assert {*sample.tokens} <= {*range(256), 257, 300}
 
 
 def make_tokenizer(name: str, texts: list[str]) -> Tokenizer:
