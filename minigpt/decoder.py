@@ -74,9 +74,9 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token (B,) to each sample and return the logits (B, V) after it."""
-        for window, token in zip(self.windows, tokens.tolist(), strict=True):
-            drop_older_half(window, self.block_size)
-            window.append(token)
+        for own, token in zip(self.windows, tokens.tolist(), strict=True):
+            drop_older_half(own, self.block_size)
+            own.append(token)
         windows = list(map(tuple, self.windows))
         by_length: dict[int, list[tuple[int, ...]]] = {}
         for window in dict.fromkeys(windows):  # equal ones, as those of one prompt, are read once

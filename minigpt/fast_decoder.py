@@ -4,7 +4,7 @@
 plain objects without hooks, and with weights laid out for few rows: one token of a small model costs the overhead of
 its operations, not their arithmetic. Tokens/s against `GPT.forward(cache=…)` are in docs/sampling.md.
 
-A text may be longer than `block_size`: see `FastDecoder.slide_window`. Samples can join and leave the batch between
+A text may be longer than `block_size`: see `drop_older_half`. Samples can join and leave the batch between
 steps (`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or
 `torch.no_grad`.
 
@@ -137,7 +137,7 @@ class FastDecoder:
         if full:
             self._read([self.windows[row] for row in full], full)
         if self._end == self._cache.size(3):
-            B, first = len(self.windows), self._first_visible()
+            B, first = len(self.windows), min(self._begins)
             if 2 * (self._end - first) > self._end:
                 self._resize(B, 0)
             else:  # move the window to the front
@@ -147,7 +147,7 @@ class FastDecoder:
 
     def _resize(self, rows: int, end: int) -> None:
         """Move to a cache of `rows` rows and twice as many slots as are visible, of which `end` are before the next."""
-        B, first = len(self.windows), self._first_visible()
+        B, first = len(self.windows), min(self._begins, default=self._end)
         visible, old = self._cache[:, :B, :, first : self._end], self._cache
         end = max(end, self._end - first)
         slots = min(2 * (end + 1), 2 * self.block_size)
@@ -158,10 +158,6 @@ class FastDecoder:
     def _shift(self, slots: int) -> None:
         self._begins = [begin + slots for begin in self._begins]
         self._end += slots
-
-    def _first_visible(self) -> int:
-        """Return the first slot that the next token of some sample sees."""
-        return min(self._begins, default=self._end)
 
     def _read(self, contexts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Fill the cache of the given samples: one context for all of them, or one each, of equal length."""

@@ -1,7 +1,7 @@
 """Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
 
 Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
-`block_size`: see `FastDecoder.slide_window` in `minigpt.fast_decoder`. Depends on torch alone.
+`block_size`: see `drop_older_half` in `minigpt.fast_decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """

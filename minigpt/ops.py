@@ -88,7 +88,7 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
     transformed = torch._C._are_functorch_transforms_active()  # by torch.func.vmap or others
-    captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    captured = torch.compiler.is_compiling() or torch._C._is_tracing()
     return x.is_cpu and x.dtype in dtypes and not transformed and not captured
 
 
