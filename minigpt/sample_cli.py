@@ -81,6 +81,7 @@ def print_score(
     ids, n_bytes = _tokenize(tokenizer, chunks)
     if not ids:
         raise UserError("--score must be a non-empty text")
+    ids += tokenizer.suffix
     result = score(model, ids, start)
     logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
     total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
@@ -107,11 +108,12 @@ def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, sett
     chunks = [chunk for chunk in read_texts(file, "--prompt-file", **settings) if chunk.text]
     between = tokenizer.names(tokenizer.separator)
     text = "".join(f"{between if chunk.first and i else ''}{chunk.text}" for i, chunk in enumerate(chunks))
-    return text, _tokenize(tokenizer, chunks)[0] or tokenizer.start.tolist()
+    ids = _tokenize(tokenizer, chunks)[0]
+    return text, [*tokenizer.prefix, *ids] if ids else tokenizer.start.tolist()
 
 
 def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
-    """Return the ids of documents and their bytes of UTF-8, as in training: separators are tokens of no bytes."""
+    """Return the ids of documents and their bytes of UTF-8: separators are tokens of no bytes, as in training."""
     documents: list[list[str]] = []
     for text, first in chunks:
         documents += [[]] if first else []
@@ -120,7 +122,7 @@ def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[i
     for parts in documents if tokenizer.splits_at_cuts else [["".join(parts)] for parts in documents]:
         ids += tokenizer.separator.tolist() if ids and any(parts) else []
         for text in filter(None, parts):
-            ids += tokenizer.encode(text).tolist()
+            ids += tokenizer.parse(text).tolist()
             n_bytes += len(text.encode())
     return ids, n_bytes
 
@@ -136,7 +138,7 @@ def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> 
 
 
 def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
-    """Return stop strings with `\\n` and `\\t` replaced, ids, the ids of special tokens by name, and the separator.
+    """Return stop strings with `\\n` and `\\t` replaced, ids, the ids of special tokens by name, and the end tokens.
 
     Raise UserError for a string that the tokenizer cannot produce.
     """
@@ -150,7 +152,7 @@ def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
             raise UserError(f"--stop must be a text that the tokenizer can produce, got {text!r}{reason}")
     named = [special[text] for text in texts if text in special]
     ids = [stop for stop in typed if isinstance(stop, int)]
-    return [*texts, *ids, *named, *(tokenizer.separator.tolist() if tokenizer.separated else ())]
+    return [*texts, *ids, *named, *tokenizer.end_ids]
 
 
 def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:

@@ -91,14 +91,21 @@ You are a helpful assistant.<|im_end|>
 ' }}{% endif %}"""  # of SmolLM2-Instruct
 
 
-def make_instruct_folder(folder: Path) -> Path:
-    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves them."""
+def make_instruct_folder(folder: Path, **options: Any) -> Path:
+    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves them.
+
+    Args:
+        options: of the tokenizer, and `ends`, the ids that end a text.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    theirs = save_tokenizer(folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML)
+    ends = options.pop("ends", 2)
+    theirs = save_tokenizer(folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML, **options)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=2, bos_token_id=0, **sizes)
+    config = LlamaConfig(
+        vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=ends, bos_token_id=0, **sizes
+    )
     model = LlamaForCausalLM(config)
     torch.manual_seed(0)
     draw_weights(model)

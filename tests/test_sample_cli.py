@@ -283,6 +283,43 @@ def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_pat
         assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
 
 
+@pytest.fixture(scope="module")
+def started(once):
+    """A folder whose tokenizer adds a start token, and whose texts end at two of its tokens; model and tokenizer."""
+    options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    folder = once("started", lambda path: make_instruct_folder(path, **options))
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    return folder, model.eval(), tokenizer
+
+
+def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(started, sample, tmp_path):
+    folder, model, tokenizer = started
+    for text in ("", "Hello the number", "a<|im_end|>\nb<|endoftext|>c"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=3)[0, ids.size(1) :].tolist()
+        (tmp_path / "text.txt").write_text(text)
+        for flags in (("--prompt", text), ("--prompt-file", "text.txt")):
+            (one,) = samples(sample(folder, *flags, "--json", "--temperature", 0, "--max-new-tokens", 30))
+            assert (one["prompt"], one["tokens"]) == (text, expected)
+        if text:
+            (found,) = samples(sample(folder, "--score", "text.txt", "--json"))
+            loss = model(ids, labels=ids).loss.item()
+            assert found["token_ids"] == ids[0, 1:].tolist()
+            assert (found["nats_per_token"], found["bytes"]) == (pytest.approx(loss, abs=1e-5), len(text))
+    assert sample(folder).stderr.splitlines()[-2] == "no prompt: starting from '<|endoftext|>'"
+
+
+def test_each_end_token_of_a_folder_ends_a_sample(started, sample):
+    folder, model, tokenizer = started
+    ids, lasts = tokenizer("Hello", return_tensors="pt").input_ids, set()
+    flags = [folder, "--prompt", "Hello", "--json", "--max-new-tokens", 400, "--num-samples", 40, "--temperature", 3]
+    for one in samples(sample(*flags)):
+        assert not {1, 2, 4} & {*one["tokens"][:-1]}
+        assert one["reason"] == ("stop" if one["tokens"][-1] in (1, 2, 4) else "length")
+        lasts.add(one["tokens"][-1])
+    assert lasts >= {1, 2, 4}
+
+
 def test_a_document_is_encoded_whole_by_a_tokenizer_that_does_not_split_at_cuts(tmp_path):
     class Prefixed(ByteTokenizer):
         splits_at_cuts = False

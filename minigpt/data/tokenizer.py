@@ -56,6 +56,9 @@ class Tokenizer:
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
     special: Mapping[str, int] = {}  # ids of special tokens
     separated = False  # documents end with a separator that is a special token
+    prefix: Sequence[int] = ()  # ids that a tokenizer of Hugging Face puts before a text, except in training
+    suffix: Sequence[int] = ()  # … and after one, except in training and in a prompt, which is continued
+    reads_special = False  # names of special tokens in a prompt are these tokens
     splits_at_cuts = True  # the ids of a text are those of its parts that `readers.cut_point` separates
     encode_chat: EncodeChat | None = None  # with the chat template of a folder
 
@@ -63,6 +66,11 @@ class Tokenizer:
     def end_token(self) -> int | None:
         """Id of the separator if it is a special token; some tokenizer.json do not mark theirs as one."""
         return next((i for i in self.separator.tolist() if self.separated or self.token_bytes[i] == b""), None)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids that end a text: where sampling stops."""
+        return self.separator.tolist() if self.separated else []
 
     @property
     def start(self) -> Ids:
@@ -75,6 +83,10 @@ class Tokenizer:
         Raises UserError for characters without an id.
         """
         raise NotImplementedError
+
+    def parse(self, text: str) -> Ids:
+        """Encode a text to continue or to score; names of special tokens are these tokens if `reads_special`."""
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Decode ids to text; invalid ids and bytes become the replacement character."""
@@ -258,7 +270,7 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
         if values["name"] in (BPETokenizer.trained, *PATTERNS):
             return BPETokenizer.from_dict(values)
         if values["name"] == "huggingface":
-            found: Tokenizer = from_extras("HuggingFaceTokenizer")(values["json"], values["separator"])
+            found: Tokenizer = from_extras("HuggingFaceTokenizer").from_dict(values)
             return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
@@ -266,14 +278,15 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id.
+    """Encode a prompt, (T,); an empty one becomes a start token, a separator, a new line, or the first id.
 
-    The name of a special token that separates the documents of the corpus is that token.
+    The name of a special token that separates the documents of the corpus is that token. A tokenizer of Hugging Face
+    reads all special tokens, and adds its prefix.
     """
     if not prompt:
         return tokenizer.start
-    if not tokenizer.separated:
-        return tokenizer.encode(prompt)
+    if tokenizer.reads_special or not tokenizer.separated:
+        return np.array([*tokenizer.prefix, *tokenizer.parse(prompt)], dtype=tokenizer.separator.dtype)
     first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(tokenizer.separator)))
     return np.concatenate([first, *(ids for other in others for ids in (tokenizer.separator, other))])
 

@@ -11,8 +11,15 @@ from minigpt.checkpoints.format import explain_errors
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary
 from minigpt.config import GPTConfig
+from minigpt.extras.huggingface.chat_template import TEMPLATE_FILES
 from minigpt.extras.huggingface.conversion import FAMILIES, Family, config_to_ours, weight_to_ours
-from minigpt.extras.huggingface.tokenizer_json import load_tokenizer
+from minigpt.extras.huggingface.tokenizer_json import (
+    GENERATION,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    load_tokenizer,
+)
 from minigpt.model import GPT
 from minigpt.model_changes import empty_model
 from minigpt.utils.errors import UserError
@@ -21,7 +28,7 @@ from minigpt.utils.scripts import import_extra
 
 CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, *TEMPLATE_FILES]
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
 
 
@@ -60,7 +67,7 @@ def find_huggingface(source: str) -> HuggingFaceModel:
         revision = path.name
     with explain_errors(f"{path} cannot be loaded"):
         config = config_to_ours(read_json(path / CONFIG))
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, config.vocab_size)
     with explain_errors(f"{path} cannot be loaded"):
         check_vocabulary(config, tokenizer)
     return HuggingFaceModel(path, source, revision, config, tokenizer)

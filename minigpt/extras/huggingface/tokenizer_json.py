@@ -1,11 +1,10 @@
-"""Tokenizers of Hugging Face: `tokenizer.json`, run by their package tokenizers, and chat templates."""
+"""The tokenizers of Hugging Face: `tokenizer.json`, run by their package tokenizers."""
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,19 @@ from minigpt.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
-    EncodeChat,
     Ids,
     Tokenizer,
     token_dtype,
     whole_characters,
 )
+from minigpt.extras.huggingface.chat_template import find_template, render
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 
 # The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
@@ -43,11 +43,15 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _BYTE_LEVEL: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens, in the order of transformers
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face, run by their package tokenizers: the ids of transformers for the text alone.
+    """A tokenizer.json of Hugging Face, run by their package tokenizers, with the ids of transformers.
+
+    `encode` gives those of the text alone, for training; `prefix`, `parse` and `suffix` together those of a call of
+    their tokenizer: the post-processor adds tokens, and special tokens in the text are these tokens.
 
     A dropout of merges, which gives other ids at each call, is removed from it; its truncation and padding are off.
     Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
@@ -56,11 +60,23 @@ class HuggingFaceTokenizer(Tokenizer):
     Args:
         content: the text of tokenizer.json.
         separator: id of the end of a text; None if there is none.
+        bos: id that an empty prompt starts from if the post-processor adds none; empty if there is none.
+        ends: ids that end a text too.
+        split_special: special tokens in a text are ordinary text in `parse` too.
     """
 
     name = "huggingface"
+    reads_special = True
 
-    def __init__(self, content: str, separator: int | None = None) -> None:
+    def __init__(
+        self,
+        content: str,
+        separator: int | None = None,
+        *,
+        bos: Sequence[int] = (),
+        ends: Sequence[int] = (),
+        split_special: bool = False,
+    ) -> None:
         tokenizers = import_extra("tokenizers", "tokenizer.json", "huggingface")
         with _one_line_errors("damaged tokenizer.json"):
             values = json.loads(content)
@@ -70,7 +86,6 @@ class HuggingFaceTokenizer(Tokenizer):
             if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
             self.backend = tokenizers.Tokenizer.from_str(self.json)
-            self.backend.encode_special_tokens = True  # as ordinary text
             self.backend.no_truncation()
             self.backend.no_padding()
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we have threads of our own
@@ -81,12 +96,28 @@ class HuggingFaceTokenizer(Tokenizer):
             for i, token in added.items():
                 self.token_bytes[i] = b"" if token.special else token.content.encode()
             self.vocab_size = max(self.token_bytes) + 1
+            probe = self.backend.encode(next(iter(self.special), "a"))
+            inside = [i for i, of_processor in enumerate(probe.special_tokens_mask) if not of_processor]
+            if inside:
+                self.prefix, self.suffix = probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
+            self.backend.encode_special_tokens = True  # as ordinary text
         if self.vocab_size > len(self.token_bytes) + (1 << 16):  # lists of all ids would not fit in memory
             raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
-        if separator is not None and separator not in self.token_bytes:
-            raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
+        for i in (separator, *bos, *ends):
+            if i is not None and i not in self.token_bytes:
+                raise UserError(f"the separator must be an id of tokenizer.json, got {i!r:.80}")
         self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
         self.separated = separator is not None
+        self.bos, self.ends, self.split_special = list(bos), list(ends), split_special
+
+    @property
+    def end_ids(self) -> list[int]:
+        return [*super().end_ids, *self.ends]
+
+    @property
+    def start(self) -> Ids:
+        ids = [*self.prefix] or self.bos
+        return np.array(ids, dtype=self.separator.dtype) if ids else super().start
 
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):
@@ -94,8 +125,19 @@ class HuggingFaceTokenizer(Tokenizer):
             (encoding,) = self.backend.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self.separator.dtype)
 
+    def parse(self, text: str) -> Ids:
+        return self.encode(text) if self.split_special else _parsing_tokenizer(self.json).encode(text)
+
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
+        values = {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
+        more = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
+        return values | {key: value for key, value in more.items() if value}  # as older versions, if they are not set
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
+        """Rebuild the tokenizer from the result of `to_dict`, also of an older version."""
+        more = {key: values[key] for key in ("bos", "ends", "split_special") if key in values}
+        return cls(values["json"], values["separator"], **more)
 
     @property
     def splits_at_cuts(self) -> bool:  # type: ignore[override]
@@ -147,59 +189,90 @@ def _one_line_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({error!r:.200})") from error
 
 
-def load_tokenizer(folder: Path) -> HuggingFaceTokenizer:
-    """Load `tokenizer.json`, with the end of text in the files beside it; raise UserError if one is damaged."""
+def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTokenizer:
+    """Load `tokenizer.json`, with the special tokens and the chat template in the files beside it.
+
+    Args:
+        vocab_size: of the model; special tokens beyond it, which have no embedding, are left out.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
     file = folder / TOKENIZER
     if not file.is_file():
         raise UserError(f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})")
     try:
         tokenizer = HuggingFaceTokenizer(file.read_text(encoding="utf-8"))
-        others = (folder / TOKENIZER_CONFIG, folder / "config.json")
-        config, model = (read_json(other) if other.is_file() else {} for other in others)
-        token, ids = config.get("eos_token") or "", model.get("eos_token_id")
-        end = tokenizer.backend.token_to_id(token["content"] if isinstance(token, dict) else token)
-        if end is None:
-            end = ids[0] if isinstance(ids, list) else ids
-        if end in tokenizer.token_bytes:
-            tokenizer.separator = np.array([end], dtype=tokenizer.separator.dtype)
+        others = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, "config.json", GENERATION)]
+        config, older, model, generation = (read_json(other) if other.is_file() else {} for other in others)
+        if "added_tokens_decoder" not in config:
+            config |= older
+        tokens = {name: _fields(token)["content"] for name, token in config.items() if name.endswith("_token")}
+        tokens = {name: content for name, content in tokens.items() if content}
+        tokenizer = _complete(tokenizer, config, vocab_size)
+        tokenizer.split_special = bool(config.get("split_special_tokens"))
+        # Tokens of the tokenizer come before ids of generation, and these before ids of the model, as in transformers.
+        ids, settings = (
+            {name: tokenizer.backend.token_to_id(token) for name, token in tokens.items()},
+            model | generation,
+        )
+        begins = [ids.get("bos_token"), settings.get("bos_token_id")]
+        listed = settings.get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [listed]
+        ends = [i for i in dict.fromkeys([ids.get("eos_token"), listed[0], *listed]) if i in tokenizer.token_bytes]
+        tokenizer.bos, tokenizer.ends = [i for i in begins if i in tokenizer.token_bytes][:1], ends[1:]
+        if ends:
+            tokenizer.separator = np.array(ends[:1], dtype=tokenizer.separator.dtype)
             tokenizer.separated = True
-        tokenizer.encode_chat = _load_chat(folder, config, tokenizer.json)
+        if template := find_template(folder, config):
+            tokenizer.encode_chat = partial(encode_chat, template, tokens, tokenizer)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
     return tokenizer
 
 
-def _load_chat(folder: Path, config: Mapping[str, Any], content: str) -> EncodeChat | None:
-    """Return `encode_chat` with the chat template of a folder, if there is one."""
-    file = folder / "chat_template.jinja"
-    text = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    tokens = {name: token for name, token in config.items() if name.endswith("_token") and token}
-    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-    return partial(encode_chat, text, tokens, content) if text else None
+def _complete(
+    tokenizer: HuggingFaceTokenizer, config: Mapping[str, Any], vocab_size: int | None
+) -> HuggingFaceTokenizer:
+    """Return a tokenizer with the tokens of tokenizer_config.json that tokenizer.json lacks, as transformers adds them.
+
+    Special tokens beyond `vocab_size` are left out; without it, tokens that have no id in tokenizer.json.
+    """
+    tokenizers = import_extra("tokenizers", TOKENIZER, "huggingface")
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    listed = [*config.get("added_tokens_decoder", {}).values()]
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    listed += [named.pop(f"{name}_token", None) for name in _NAMES]
+    listed += [*named.values(), *(extra if isinstance(extra, list) else extra.values())]
+    backend = tokenizer.backend
+    for fields in map(_fields, listed):
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        has_id = vocab_size is not None or backend.token_to_id(fields["content"]) is not None
+        if fields["content"] and fields["content"] not in known and has_id:
+            backend.add_tokens([tokenizers.AddedToken(**fields)])
+    content = json.loads(backend.to_str())
+    found = content["added_tokens"]
+    usable = [each for each in found if not each["special"] or vocab_size is None or each["id"] < vocab_size]
+    if usable == json.loads(tokenizer.json)["added_tokens"]:
+        return tokenizer
+    return HuggingFaceTokenizer(json.dumps(content | {"added_tokens": usable}))
 
 
-def encode_chat(template: str, tokens: Mapping[str, str], content: str, messages: list[dict[str, str]]) -> list[int]:
+def _fields(token: Any) -> dict[str, Any]:
+    """Return the content and the flags of a token in a tokenizer_config.json, which may be its content alone."""
+    fields = token if isinstance(token, dict) else {"content": token if isinstance(token, str) else ""}
+    return {"content": fields["content"]} | {flag: fields.get(flag, value) for flag, value in _SPECIAL.items()}
+
+
+def encode_chat(
+    template: str, tokens: Mapping[str, str], tokenizer: HuggingFaceTokenizer, messages: list[dict[str, str]]
+) -> list[int]:
     """Return the ids of messages, each with a role and a content, up to the start of the answer.
 
-    Special tokens become their ids, also in a message. The template, which reads `tokens`, runs in Jinja's sandbox;
-    `content` is the text of tokenizer.json. Raise UserError if the template does not take the messages.
-
-    Source: https://huggingface.co/docs/transformers/chat_templating
+    Special tokens become their ids, also in a message; the template, which reads `tokens`, writes a start token itself.
+    Raise UserError if the template does not take the messages.
     """
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # jinja2 is a dependency of torch
-
-    def refuse(message: str) -> None:
-        raise UserError(message)
-
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
-    environment = ImmutableSandboxedEnvironment(**options)  # as transformers
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    try:
-        text = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
-    except Exception as error:  # of any kind: the template is foreign code
-        raise UserError(f"the chat template does not take these messages: {error!s:.200}") from error
-    ids: list[int] = _parsing_tokenizer(content).encode(text).tolist()
+    ids: list[int] = tokenizer.parse(render(template, tokens, messages)).tolist()
     return ids
 
 
@@ -223,9 +296,12 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not isinstance(tokenizer, HuggingFaceTokenizer),  # as ordinary text
+        "split_special_tokens": True,  # as ordinary text
         "eos_token": end,
     }
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        config["split_special_tokens"] = tokenizer.split_special
+        config |= {"bos_token": tokenizer.backend.id_to_token(i) for i in tokenizer.bos}
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 

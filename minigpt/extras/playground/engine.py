@@ -87,7 +87,7 @@ class Engine:
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_cache_bytes = memory(next(model.parameters()).device) // 4
-        self.end_ids = tokenizer.separator.tolist() if tokenizer.separated else []  # that end a document
+        self.end_ids = tokenizer.end_ids if tokenizer.separated else []
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
         self._jobs: list[_Job] = []  # that may run or wait

@@ -129,6 +129,8 @@ async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tu
         names = {i: name for name, i in engine.tokenizer.special.items()}
         pieces = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
         texts = [names.get(i, piece) for i, piece in zip(ids, pieces, strict=True)]
+        if isinstance(prompt, str):  # without what the tokenizer put before it
+            texts = ["" if i < len(engine.tokenizer.prefix) else text for i, text in enumerate(texts)]
         tokens = [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
         begin.text = "".join(texts)
         begin.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))

@@ -71,12 +71,16 @@ def _history(folder: Path) -> dict[str, Any]:
 
 
 async def _score(engine: Engine, values: dict[str, Any]) -> Response:
-    ids = values["ids"]
-    if values["text"] is not None:
-        ids = (await asyncio.to_thread(engine.tokenizer.encode, whole_characters(values["text"]))).tolist()
+    ids, tokenizer = values["ids"], engine.tokenizer
+    if values["text"]:
+        parsed = (await asyncio.to_thread(tokenizer.parse, whole_characters(values["text"]))).tolist()
+        ids = [*tokenizer.prefix, *parsed]
     require("the text", f"{len(ids):,} tokens", lambda _: len(ids) <= MAX_SCORED, f"at most {MAX_SCORED:,} tokens long")
     tokens = await engine.score(ids, n_top=N_TOP) if ids else []
-    texts = token_pieces(engine.tokenizer, ids)
+    texts = token_pieces(tokenizer, ids)
+    if tokenizer.reads_special:
+        begin, names = len(tokenizer.prefix), {i: name for name, i in tokenizer.special.items()}
+        texts[begin:] = [names.get(i, text) for i, text in zip(ids[begin:], texts[begin:], strict=True)]
     return http.json_response({"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]})
 
 

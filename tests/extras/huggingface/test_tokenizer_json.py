@@ -235,9 +235,109 @@ def test_the_separator_is_the_end_of_text(tmp_path):
         tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
         id_ = theirs.token_to_id(token) if token else 0
         assert tokenizer.separator.tolist() == ([id_] if token else [])
-        assert tokenizer.start.tolist() == [id_]
         if token:
-            assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
+            start, once = tokenizer.start.tolist(), tokenizer.encode("Once").tolist()
+            assert start == [theirs.token_to_id("<|im_start|>")]  # of the template
+            assert encode_prompt(tokenizer, f"{token}Once").tolist() == [*start, id_, *once]
+
+
+def with_template(single, content=None):
+    """Return a tokenizer.json whose post-processor adds special tokens to a text, $A."""
+    tokenizer = tokenizers.Tokenizer.from_str(content or content_of("llama2"))
+    special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>", "<|im_start|>")]
+    special = [pair for pair in special if pair[0] in single]
+    tokenizer.post_processor = processors.TemplateProcessing(single, special_tokens=special)
+    return tokenizer.to_str()
+
+
+def without_tokens(content):
+    return json.dumps(json.loads(content) | {"added_tokens": []})
+
+
+NAMED = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "unk_token": "<unk>"}
+WORD = {"content": "zu", "lstrip": False, "normalized": True, "rstrip": True, "single_word": False, "special": False}
+IMPORTED = {  # content, tokenizer_config.json, the ids that are added before a text and after it
+    "a start token": (lambda: with_template("<s> $A"), NAMED, [1], []),
+    "a start token, bytes": (lambda: with_template("<|im_start|> $A", content_of("qwen")), {}, None, []),
+    "a start token that nothing else names": (lambda: with_template("<s> $A"), {}, [1], []),
+    "both": (lambda: with_template("<s> $A </s>"), NAMED, [1], [2]),
+    "an end token": (lambda: with_template("$A </s>"), NAMED, [], [2]),
+    "none, though the configuration has one": (lambda: content_of("llama2"), NAMED | {"add_bos_token": True}, [], []),
+    "special tokens as text": (lambda: with_template("<s> $A"), NAMED | {"split_special_tokens": True}, [1], []),
+    "tokens of the configuration": (lambda: without_tokens(with_template("<s> $A")), NAMED, [1], []),
+    "more tokens of the configuration": (
+        lambda: content_of("gpt2"),
+        {"extra_special_tokens": ["<a>"], "pad_token": "<pad>", "added_tokens_decoder": {"7": WORD}},
+        [],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_the_ids_of_a_prompt_and_of_a_scored_text_are_those_of_transformers(tmp_path, name):
+    content, config, before, after = IMPORTED[name]
+    folder = write_folder(tmp_path, content(), config)
+    theirs, imported = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder, 2000)
+    before = [theirs.convert_tokens_to_ids("<|im_start|>")] if before is None else before
+    for ours in (imported, from_dict(json.loads(json.dumps(imported.to_dict())))):
+        assert (list(ours.prefix), list(ours.suffix)) == (before, after)
+        for text in ["a", " a", "a</s>", "<s>a</s> b<unk>", "x<|im_start|>y", "<a> <pad>zu<think>", *texts(60, seed=3)]:
+            ids = theirs(text).input_ids
+            assert encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]  # which goes on
+            assert [*ours.prefix, *ours.parse(text).tolist(), *ours.suffix] == ids
+            assert (
+                ours.encode(text).tolist()
+                == theirs(text, split_special_tokens=True, add_special_tokens=False).input_ids
+            )
+        start = theirs.bos_token_id if "bos_token" in config else (before or ours.separator.tolist() or [0])[0]
+        assert encode_prompt(ours, "").tolist() == [start]
+
+
+def test_a_prompt_starts_and_ends_with_the_tokens_of_the_folder(tmp_path):
+    for config, model, generation, start, ends in (
+        ({"bos_token": "\nfrom"}, {"bos_token_id": 7}, None, ["\nfrom"], []),
+        ({}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, None, [7], [8, 9]),
+        ({}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, {"bos_token_id": 5, "eos_token_id": 6}, [5], [6]),
+        (
+            {"eos_token": SEPARATOR},
+            {"eos_token_id": 9},
+            {"eos_token_id": [8, 10**9, 7]},
+            [SEPARATOR],
+            [SEPARATOR, 8, 7],
+        ),
+    ):
+        folder = write_folder(tmp_path, content_of("words"), config, model)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        if generation:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        ours = load_tokenizer(folder)
+        known = ours.backend.token_to_id
+        expected = [[known(each) if isinstance(each, str) else each for each in ids] for ids in (start, ends)]
+        for tokenizer in (ours, from_dict(json.loads(json.dumps(ours.to_dict())))):
+            assert [tokenizer.start.tolist(), tokenizer.end_ids] == expected
+
+
+def test_a_tokenizer_of_an_older_checkpoint_is_read_and_written_as_it_was():
+    older = {
+        "name": "huggingface",
+        "json": from_dict({"name": "huggingface", "json": with_template("<s> $A"), "separator": 2}).json,
+    }
+    older["separator"] = 2
+    tokenizer = from_dict(older)
+    assert tokenizer.to_dict() == older
+    assert (tokenizer.end_ids, tokenizer.start.tolist()) == ([2], [1])
+
+
+def test_special_tokens_without_an_embedding_are_left_out(tmp_path):
+    theirs = tokenizers.Tokenizer.from_str(content_of("gpt2"))
+    theirs.add_special_tokens(["<pad>"])
+    folder = write_folder(tmp_path, theirs.to_str(), {"pad_token": "<pad>", "eos_token": SEPARATOR})
+    ours = load_tokenizer(folder, 1500)
+    assert (ours.vocab_size, load_tokenizer(folder).vocab_size) == (1500, 1501)
+    assert encode_prompt(ours, f"a<pad>{SEPARATOR}").tolist() == [*ours.encode("a<pad>").tolist(), *ours.separator]
+    theirs.add_tokens(["word"])  # in any text
+    assert load_tokenizer(write_folder(folder, theirs.to_str()), 1500).vocab_size > 1500  # which is refused
 
 
 def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):

@@ -191,6 +191,35 @@ def test_a_chat_with_an_instruct_model_applies_its_template(once: Callable[..., 
         assert choice.text.startswith("a<|im_end|>b")
 
 
+def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(once: Callable[..., Path]) -> None:
+    options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    folder = once("started", lambda path: make_instruct_folder(path, **options))
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (found := find_pretrained(str(folder))).load(), found.tokenizer
+    with serving([folder]) as server, httpx.Client(base_url=server.url) as http:
+        for text in ("Hello", "a<|im_end|>\nb", ""):
+            ids = theirs(text).input_ids
+            (sample,) = generate(model, ids, max_new_tokens=60, seed=4, stop=[1, 2, 4], tokenizer=tokenizer)
+            body: dict[str, Any] = {"model": "started", "prompt": text, "max_tokens": 60, "seed": 4}
+            answer = post(http, **body).json()
+            found = (
+                answer["choices"][0]["text"],
+                answer["choices"][0]["finish_reason"],
+                answer["usage"]["prompt_tokens"],
+            )
+            assert found == (sample.text, sample.reason, len(ids))
+            echoed = post(http, **body, echo=True, logprobs=0).json()["choices"][0]
+            assert echoed["text"] == text + sample.text
+            if text:
+                assert echoed["logprobs"]["text_offset"][:3] == [0, 0, 1]  # the start token has no text
+            scored = http.post("/api/score", json={"model": "started", "text": text}).json()["tokens"]
+            assert [token["id"] for token in scored] == (ids if text else [])
+            assert "".join(token["text"] for token in scored) == text
+        read = theirs.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]  # which adds none
+        answer = post(http, CHAT, model="started", messages=HELLO, max_tokens=1).json()
+        assert answer["usage"]["prompt_tokens"] == len(read)
+
+
 def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder: Path) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", gpt2_folder.name]
     assert client.models.retrieve("tiny").owned_by == "minigpt"
