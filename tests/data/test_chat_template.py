@@ -21,6 +21,24 @@ RICH = """{{- bos_token }}
     {{ {"é": message.content} | tojson }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n\n" }}{%- endif %}"""
+PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+TEMPLATES = {
+    "of SmolLM2": CHATML,
+    "rich": RICH,
+    "a preamble for tools": "{% if tools is not none %}You have tools: {{ tools | tojson }}{% endif %}" + PLAIN,
+    "a preamble for documents": "{% if documents is not none %}Read {{ documents | length }}.{% endif %}" + PLAIN,
+    "either is undefined": "{% if tools is defined and documents is defined %}x{% endif %}{{ tools }}" + PLAIN,
+    "answers for training": """{% for m in messages %}{% set x = m.role %}
+        {%- if m.role == "assistant" %}
+            {% generation %}{{- m.content + eos_token -}}{% set x = "changed" %}{{ loop.index }}
+            {%- endgeneration %}
+        {%- else %}{{ m.content }}{% endif %}{{ x }}{% endfor %}
+        {%- if add_generation_prompt %}{% generation %}{% endgeneration %}Answer:{% endif %}""",
+    "JSON": "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
+    + PLAIN,
+    "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "a dict": "{% set d = dict(a=1) %}{{ d.a }}{{ pad_token }}{% for m in messages %}{% continue %}{% endfor %}",
+}
 CHATS = [
     [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
@@ -42,9 +60,9 @@ def with_template(folder, **config):
     return template, transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("text", [CHATML, RICH])
-def test_the_ids_of_a_chat_are_those_of_transformers(folder, text):
-    ours, theirs = with_template(folder, chat_template=text, bos_token="<|endoftext|>")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_of_a_chat_are_those_of_transformers(folder, name):
+    ours, theirs = with_template(folder, chat_template=TEMPLATES[name], bos_token="<|endoftext|>")
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
@@ -58,6 +76,43 @@ def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder)
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert find_pretrained(str(folder)).tokenizer.encode_chat is None
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert find_pretrained(str(folder)).tokenizer.encode_chat.args[0] == "of a processor"
+
+
+NAMED = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": PLAIN}]
+
+
+@pytest.mark.parametrize("place", ["list", "folder", "no file", "no default"])
+def test_of_several_templates_the_one_named_default_is_rendered(folder, place):
+    others = folder / "additional_chat_templates"
+    if place != "list":
+        others.mkdir()
+        (others / "tool_use.jinja").write_text("TOOLS")
+    if place == "folder":
+        (folder / "chat_template.jinja").write_text(PLAIN)
+    if place == "no file":
+        (others / "default.jinja").write_text(PLAIN)
+    ours, theirs = with_template(folder, chat_template=NAMED if place == "list" else "of the config")
+    messages = [{"role": "user", "content": "Hello"}]
+    if place != "no default":
+        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        return
+    with pytest.raises(ValueError, match="no default specified"):
+        theirs.apply_chat_template(messages)
+    with pytest.raises(UserError, match="the folder has several templates, and none is named default"):
+        ours(messages)
+
+
+def test_a_start_token_is_in_a_chat_as_often_as_the_template_writes_it(tmp_path):
+    folder = make_instruct_folder(tmp_path / "instruct", bos_token="<|endoftext|>", add_bos_token=True)
+    (folder / "chat_template.jinja").unlink()
+    for text, count in ((PLAIN, 1), (CHATML, 0)):
+        ours, theirs = with_template(folder, chat_template=text)
+        messages = [{"role": "user", "content": "Hello"}]
+        assert theirs("Hello").input_ids[0] == 0
+        assert ours(messages).count(0) == count
+        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
@@ -65,6 +120,8 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
+        ("{% generation %}{{ ''.__class__.__mro__ }}{% endgeneration %}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
     ):
         ours, _ = with_template(folder, chat_template=text)
         with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
