@@ -51,6 +51,7 @@ _GPT2 = Family(
     },
     implied={"norm": "layernorm", "position": "learned", "bias": True},
     defaults={
+        **{"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
         **{"n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # for exports
     },
@@ -70,7 +71,7 @@ _GPT2 = Family(
     },
     aliases={
         **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-        **{"max_position_embeddings": "n_positions", "n_ctx": "n_positions"},
+        "max_position_embeddings": "n_positions",  # n_ctx has no effect
     },
     transposed=True,
 )
@@ -96,11 +97,15 @@ _KEYS = {
 _IMPLIED = {"norm": "rmsnorm", "position": "rope"}
 _NO_BIAS = {**_IMPLIED, "bias": False}
 _DEFAULTS = {
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32},
     **{"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
     "rope.original_max_position_embeddings": 8192,  # has no effect with a factor of 1
 }
+_DEFAULTS_QWEN = _DEFAULTS | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
+_DEFAULTS_QWEN["num_key_value_heads"] = 32
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LAYER = "model.layers.*."
 _ATTENTION = _LAYER + "self_attn."
@@ -130,6 +135,7 @@ _QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     keys=_KEYS,
     implied={**_NO_BIAS, "qkv_bias": True},
+    defaults=_DEFAULTS_QWEN,
     required={"use_sliding_window": False},
 )
 FAMILIES = {  # by their model_type
@@ -140,13 +146,16 @@ FAMILIES = {  # by their model_type
         _QWEN2,
         architecture="Qwen3ForCausalLM",
         implied={**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
-        defaults={**_DEFAULTS, "head_dim": 128},
+        defaults={**_DEFAULTS_QWEN, "head_dim": 128},
         required={"use_sliding_window": False, "attention_bias": False},
     ),
     "arcee": replace(
         _LLAMA,
         architecture="ArceeForCausalLM",
-        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        defaults={
+            **{**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+            **{"hidden_size": 2560, "intermediate_size": 18432, "max_position_embeddings": 4096},
+        },
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
     ),
@@ -155,7 +164,11 @@ FAMILIES = {  # by their model_type
         architecture="NanoChatForCausalLM",
         keys={**_KEYS, "logit_softcap": "final_logit_softcapping"},
         implied={**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
-        defaults={**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        defaults={
+            **{**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+            **{"vocab_size": 50304, "hidden_size": 768, "intermediate_size": 8192},
+            **{"num_hidden_layers": 12, "num_attention_heads": 6},
+        },
         required={"attention_bias": False},
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
@@ -166,7 +179,11 @@ FAMILIES = {  # by their model_type
         architecture="Starcoder2ForCausalLM",
         keys={**_KEYS, "bias": "use_bias", "norm_eps": "norm_epsilon"},
         implied={**_IMPLIED, "norm": "layernorm"},
-        defaults={**_DEFAULTS, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        defaults={
+            **{**_DEFAULTS, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+            **{"vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "max_position_embeddings": 4096},
+            **{"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2, "use_bias": True},
+        },
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.c_fc", "blocks.*.mlp.down": _LAYER + "mlp.c_proj"},
         required={"use_bias": True, "sliding_window": None},  # its norms always have biases

@@ -1,6 +1,7 @@
 """Models of transformers with random weights, loaded from their folders: logits, loss and greedy text are equal."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from models import draw_weights
 from tolerance import assert_near, terms_of
 from torch.testing import assert_close
 
-from minigpt import generate
+from minigpt import GPTConfig, generate
 from minigpt.extras.huggingface.conversion import FAMILIES, config_to_ours
 from minigpt.extras.huggingface.pretrained import load_folder
 from minigpt.utils.errors import UserError
@@ -92,6 +93,31 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
 def test_a_model_saved_without_its_head_is_read(tmp_path):
     theirs = random_model("GPT2")  # on the Hub, its weights have names without `transformer.`, and no head
     theirs.transformer.save_pretrained(tmp_path)
+    check_logits(tmp_path, theirs)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
+    def sizes(values: dict[str, Any]) -> GPTConfig:
+        config = config_to_ours(values)
+        return replace(config, n_kv_head=config.n_kv_head or config.n_head, head_dim=config.head_width)
+
+    theirs = transformers.AutoConfig.for_model(model_type).to_dict()
+    assert sizes({"model_type": model_type}) == sizes(theirs)
+    for missing in set(theirs) - {"model_type"}:  # as a file that AutoConfig reads
+        values = {key: value for key, value in theirs.items() if key != missing}
+        read = transformers.AutoConfig.for_model(**values).to_dict()
+        assert sizes(values) == sizes(read), missing
+
+
+def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
+    theirs = random_model("GPT2")
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_ctx": 24}))
+    assert (
+        load_folder(tmp_path).config.block_size == transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
+    )
     check_logits(tmp_path, theirs)
 
 
