@@ -191,6 +191,23 @@ FAMILIES = {  # by their model_type
 }
 
 
+# The class of `modeling_minigpt.py`, whose configuration and weights are ours.
+OWN_TYPE = "minigpt"
+OWN = Family("MiniGPTForCausalLM", keys={}, implied={}, defaults={}, activations={}, modules={"wte": "model.wte"})
+_OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "tie_word_embeddings", "dtype", "torch_dtype")
+_OF_TRANSFORMERS += ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+
+
+def read_config(values: Values) -> tuple[GPTConfig, Family]:
+    """Return the architecture of a `config.json` and its class, which may be our own; raise UserError as below."""
+    if values.get("model_type") != OWN_TYPE:
+        return config_to_ours(values), FAMILIES[values["model_type"]]
+    config = GPTConfig.from_dict({key: value for key, value in values.items() if key not in _OF_TRANSFORMERS})
+    tied = config.tie_embeddings
+    require("tie_word_embeddings", values.get("tie_word_embeddings", tied), lambda v: v == tied, f"{tied}")
+    return replace(config, dropout=0.0, ngram_dropout=0.0), OWN
+
+
 def config_to_ours(values: Values) -> GPTConfig:
     """Convert the values of a `config.json`.
 
@@ -276,8 +293,15 @@ def _set_once(found: dict[str, Any], key: str, value: Any) -> None:
         raise UserError(f"{key} must have one value, got {found[key]} and {value}")
 
 
+def own_name(name: str) -> str:
+    """Return the name of a weight of ours in the folder of our own class."""
+    return f"model.{name}"
+
+
 def _tensor_names(name: str, family: Family) -> list[str]:
     """Return the names of their tensors that make up a weight of ours."""
+    if family is OWN:
+        return [own_name(name)]
     block = re.match(r"blocks\.(\d+)\.", name)
     name = name.replace(block[0], "blocks.*.") if block else name
     module, _, leaf = name.rpartition(".")

@@ -23,9 +23,17 @@ from minigpt.checkpoints.format import MINIGPT, read, save_tensors
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import saved_config
 from minigpt.config import GPTConfig
-from minigpt.extras.huggingface.conversion import FAMILIES, config_to_ours, config_to_theirs, weight_to_theirs
+from minigpt.extras.huggingface.conversion import (
+    FAMILIES,
+    OWN,
+    OWN_TYPE,
+    config_to_ours,
+    config_to_theirs,
+    own_name,
+    weight_to_theirs,
+)
 from minigpt.extras.huggingface.pretrained import CONFIG, WEIGHTS
-from minigpt.extras.huggingface.tokenizer_json import equals_qwen2, tokenizer_files
+from minigpt.extras.huggingface.tokenizer_json import GENERATION, equals_qwen2, tokenizer_files
 from minigpt.model import GPT
 from minigpt.model_changes import empty_model
 from minigpt.ops import rms_norm
@@ -76,11 +84,13 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
     types = FAMILIES.keys() - (set() if equals_qwen2(tokenizer) else {"qwen2"})
     values, weights = export_model(model, types)
     architecture: str = values["architectures"][0]
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.end_token}  # null: the classes have other defaults
-    sampling = {"pad_token_id": tokenizer.end_token, "do_sample": True, "temperature": 0.8}
+    start, ends = tokenizer.start.tolist(), tokenizer.end_ids
+    end = ends if len(ends) > 1 else tokenizer.end_token
+    # An empty prompt starts as with minigpt; null, because the classes have other defaults.
+    special = {"bos_token_id": start[0] if len(start) == 1 else None, "eos_token_id": end}
     files = {
         CONFIG: values | special | {"pad_token_id": None, "dtype": "float32"},
-        "generation_config.json": special | sampling | {"max_length": model.config.block_size},
+        GENERATION: special | _generation(pretrained, learned="n_positions" in values),
         **tokenizer_files(tokenizer),
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +107,21 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
     return architecture
 
 
+def _generation(pretrained: Pretrained, *, learned: bool) -> dict[str, Any]:
+    """Return the defaults of `generate` and of the pipeline for a model, with which they work for every prompt.
+
+    Args:
+        learned: the class has learned positions, and none beyond the block: a prompt that fills it gets one token.
+    """
+    size, tokenizer = pretrained.config.block_size, pretrained.tokenizer
+    without_token = [i for i in range(pretrained.config.vocab_size) if i not in tokenizer.token_bytes]
+    return {
+        **({"max_length": size + 1} if learned else {"max_new_tokens": (size + 1) // 2}),
+        **({"suppress_tokens": without_token} if without_token else {}),
+        **{"pad_token_id": tokenizer.end_token, "do_sample": True, "temperature": 0.8},
+    }
+
+
 def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
     config, weights = saved_config(model), model.state_dict()
@@ -110,8 +135,8 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
         raise UserError(f"the exported code does not compute {min(fixed)}; make it a persistent buffer")
     module = Path(MODELING).stem
     values = {
-        "model_type": "minigpt",
-        "architectures": ["MiniGPTForCausalLM"],
+        "model_type": OWN_TYPE,
+        "architectures": [OWN.architecture],
         "auto_map": {
             "AutoConfig": f"{module}.MiniGPTConfig",
             "AutoModelForCausalLM": f"{module}.MiniGPTForCausalLM",
@@ -121,7 +146,7 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
     }
     if config.tie_embeddings:
         del weights["lm_head.weight"]
-    return values, {f"model.{name}": x for name, x in weights.items()}
+    return values, {own_name(name): x for name, x in weights.items()}
 
 
 def modeling_code() -> str:

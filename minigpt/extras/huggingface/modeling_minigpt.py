@@ -103,8 +103,11 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(loss=loss, logits=logits[:, kept])
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that are no state."""
-        state = ("past_key_values", "cache_position", "next_sequence_length", "is_first_iteration")
+        """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that are no state.
+
+        `generate` also passes what it has for itself: the tokenizer that finds its stop strings.
+        """
+        state = ("past_key_values", "cache_position", "next_sequence_length", "is_first_iteration", "tokenizer")
         size = self.config.block_size
         inputs = {name: value for name, value in kwargs.items() if name not in state}
         if input_ids.size(1) > size:  # the last tokens count from 0

@@ -12,7 +12,7 @@ from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary
 from minigpt.config import GPTConfig
 from minigpt.extras.huggingface.chat_template import TEMPLATE_FILES
-from minigpt.extras.huggingface.conversion import FAMILIES, Family, config_to_ours, weight_to_ours
+from minigpt.extras.huggingface.conversion import OWN, Family, own_name, read_config, weight_to_ours
 from minigpt.extras.huggingface.tokenizer_json import (
     GENERATION,
     SPECIAL_TOKENS,
@@ -66,7 +66,7 @@ def find_huggingface(source: str) -> HuggingFaceModel:
         path = _download(source)
         revision = path.name
     with explain_errors(f"{path} cannot be loaded"):
-        config = config_to_ours(read_json(path / CONFIG))
+        config, _ = read_config(read_json(path / CONFIG))
     tokenizer = load_tokenizer(path, config.vocab_size)
     with explain_errors(f"{path} cannot be loaded"):
         check_vocabulary(config, tokenizer)
@@ -80,12 +80,11 @@ def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
         config: a block size that is smaller than that of the folder, and dropout; None: those of the folder, and 0.
 
     Raises:
-        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
+        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES` and of no export.
     """
     with explain_errors(f"{folder} cannot be loaded"):
-        values = read_json(Path(folder, CONFIG))
-        stored = config_to_ours(values)
-        weights = _read_weights(Path(folder), stored, FAMILIES[values["model_type"]])
+        stored, family = read_config(read_json(Path(folder, CONFIG)))
+        weights = _read_weights(Path(folder), stored, family)
         return build_model(config or stored, weights).eval()
 
 
@@ -131,7 +130,7 @@ def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, 
     weights: dict[str, Tensor] = {}
     for name in empty_model(config).state_dict():
         if name == "lm_head.weight" and config.tie_embeddings:
-            theirs.setdefault(name, weights["wte.weight"])
+            theirs.setdefault(own_name(name) if family is OWN else name, weights["wte.weight"])
         weights[name] = weight_to_ours(name, family, config, theirs)
     if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
         raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")

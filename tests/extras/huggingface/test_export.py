@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,14 +69,13 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_
         expected = theirs(tokens, labels=tokens)
         assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
         assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(tokens[:1, :4], max_new_tokens=T - 4, do_sample=False)
+    text = theirs.generate(tokens[:1, :4], max_new_tokens=T - 4, do_sample=False, suppress_tokens=None)
     (sample,) = generate(ours, tokens[0, :4], max_new_tokens=T - 4, temperature=0)
     assert sample.tokens == text[0, 4:].tolist()
-    if not architecture.startswith("MiniGPT"):  # loaded and exported again, it has equal bits
-        theirs.save_pretrained(tmp_path / "theirs")
-        config, weights = export_model(load_folder(tmp_path / "theirs"))
-        assert_close(weights, load_file(tmp_path / "model/model.safetensors"), rtol=0, atol=0)
-        assert config.items() <= json.loads((tmp_path / "model/config.json").read_text()).items()
+    theirs.save_pretrained(tmp_path / "theirs")  # loaded and exported again, it has equal bits
+    config, weights = export_model(load_folder(tmp_path / "theirs"))
+    assert_close(weights, load_file(tmp_path / "model/model.safetensors"), rtol=0, atol=0)
+    assert config.items() <= json.loads((tmp_path / "model/config.json").read_text()).items()
 
 
 def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
@@ -136,6 +136,73 @@ def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_re
     greedy = {"max_new_tokens": 12, "do_sample": False}  # beyond the 16 tokens of a block
     alone = theirs.generate(tokens[:1, 4:], **greedy)
     assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy)[:1, 4:], alone)
+
+
+def test_an_export_of_its_own_class_is_read_without_its_code(tmp_path, call):
+    ours = random_model(smear=2, ngram=3, ngram_buckets=50, qk_norm=True, qk_norm_weights=True, dropout=0.1)
+    in_transformers(ours, tmp_path)
+    folder, run = tmp_path / "model", tmp_path / "model.safetensors"
+    (folder / "modeling_minigpt.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    pretrained = find_pretrained(str(folder))
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(pretrained.load()(tokens), ours(tokens))
+    assert pretrained.config == replace(ours.config, dropout=0.0)
+    for text in ("Hello", ""):
+        flags = ("--prompt", text, "--json", "--max-new-tokens", "30", "--device", "cpu")
+        both = [json.loads(call("sample.py", str(source), *flags).stdout) for source in (folder, run)]
+        assert both[0]["tokens"] == both[1]["tokens"]
+    assert not (tmp_path / "ran").exists()
+    config = json.loads((folder / "config.json").read_text())
+    for values, message in (
+        ({"new_setting": 3}, "unknown model setting new_setting; made by another version of minigpt?"),
+        ({"smear": -1}, "smear must be "),
+        ({"smear": 0}, "unexpected weights: model.smear."),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings must be True, got False"),
+        ({"n_layer": 3}, "the weight model.blocks.2."),
+        ({"n_embd": 64}, "size mismatch"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | values))
+        result = call("sample.py", str(folder))
+        assert (result.returncode, result.stdout) == (2, "")
+        assert message in result.stderr.splitlines()[-1]
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "MiniGPT"])
+def test_an_export_generates_tokens_alone_for_every_prompt_that_fits(name, tmp_path):
+    settings = {"GPT-2": {"activation": "gelu_tanh"}, "Llama": LLAMA, "MiniGPT": {"smear": 1}}[name]
+    ours = random_model(**settings, vocab_size=2000)  # most ids have no token
+    theirs = in_transformers(ours, tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+    T = ours.config.block_size
+    for length in (1, T - 1, T) if name == "GPT-2" else (1, T, 2 * T):
+        (answer,) = pipeline("a" * length)
+        assert len(answer["generated_text"]) == max(T + 1 if name == "GPT-2" else 0, length + 20 * (name != "GPT-2"))
+    for settings in (
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 5.0},
+        {"num_beams": 2, "do_sample": False},
+    ):
+        ids = theirs.generate(torch.tensor([[1]]), max_new_tokens=T - 1, **settings)
+        assert ids.max() < CHARACTERS.vocab_size
+    free = theirs.generate(torch.tensor([[1]]), max_new_tokens=T - 1, suppress_tokens=None)
+    assert free.max() >= CHARACTERS.vocab_size
+    assert CHARACTERS.decode(pipeline.model.generate(max_new_tokens=1)[0][:1]) == CHARACTERS.decode(CHARACTERS.start)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "MiniGPT"])
+def test_a_stop_string_ends_the_text_of_an_export(name, tmp_path):
+    theirs = in_transformers(
+        random_model(**({"activation": "gelu_tanh"} if name == "GPT-2" else {"smear": 1})), tmp_path
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer("ab", return_tensors="pt").input_ids
+    text = tokenizer.decode(theirs.generate(ids, do_sample=False, max_new_tokens=30)[0])
+    stop = text[8:10]
+    found = theirs.generate(ids, do_sample=False, max_new_tokens=30, stop_strings=[stop], tokenizer=tokenizer)
+    assert tokenizer.decode(found[0]) == text[: text.index(stop, 2) + 2]
 
 
 def tokenizer_content(name: str) -> str:
