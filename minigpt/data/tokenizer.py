@@ -270,7 +270,8 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
         if values["name"] in (BPETokenizer.trained, *PATTERNS):
             return BPETokenizer.from_dict(values)
         if values["name"] == "huggingface":
-            found: Tokenizer = from_extras("HuggingFaceTokenizer").from_dict(values)
+            build = from_extras("HuggingFaceTokenizer")
+            found: Tokenizer = build(values["json"], values["separator"], **values.get("options", {}))
             return found
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error

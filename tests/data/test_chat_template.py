@@ -36,7 +36,7 @@ TEMPLATES = {
         {%- if add_generation_prompt %}{% generation %}{% endgeneration %}Answer:{% endif %}""",
     "JSON": "{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
     + PLAIN,
-    "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 1 %}{% endfor %}{{ ns.n }}",
     "a dict": "{% set d = dict(a=1) %}{{ d.a }}{{ pad_token }}{% for m in messages %}{% continue %}{% endfor %}",
 }
 CHATS = [

@@ -6,7 +6,7 @@ Source: https://huggingface.co/docs/transformers/chat_templating
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,11 @@ def render(template: str, tokens: Mapping[str, str], messages: list[dict[str, st
     Args:
         tokens: special tokens by name, such as bos_token, which the template reads.
     """
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-    try:
-        text: str = _environment().from_string(template).render({**tokens, **values})
-    except Exception as error:  # of any kind: the template is foreign code
-        raise UserError(f"the chat template does not take these messages: {error!s:.200}") from error
-    return text
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Any:
-    """Return the sandbox of templates, with the functions and the block of transformers."""
     from jinja2 import nodes  # jinja2 is a dependency of torch
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """The block {% generation %}, which marks answers for training; it renders what it holds."""
-
+    class Generation(Extension):  # marks answers for training, and renders what it holds
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
@@ -72,11 +59,12 @@ def _environment() -> Any:
     def refuse(message: str) -> None:
         raise UserError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
-
     options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols", Generation]}
-    environment = ImmutableSandboxedEnvironment(**options)
-    environment.filters["tojson"] = tojson
+    environment = ImmutableSandboxedEnvironment(**options)  # as transformers
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment
+    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        return environment.from_string(template).render({**tokens, **values})
+    except Exception as error:  # of any kind: the template is foreign code
+        raise UserError(f"the chat template does not take these messages: {error!s:.200}") from error

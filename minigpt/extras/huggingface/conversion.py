@@ -104,8 +104,10 @@ _DEFAULTS = {
     **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
     "rope.original_max_position_embeddings": 8192,  # has no effect with a factor of 1
 }
-_DEFAULTS_QWEN = _DEFAULTS | {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
-_DEFAULTS_QWEN["num_key_value_heads"] = 32
+_DEFAULTS_QWEN = {
+    **{**_DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    "num_key_value_heads": 32,
+}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LAYER = "model.layers.*."
 _ATTENTION = _LAYER + "self_attn."
@@ -194,8 +196,10 @@ FAMILIES = {  # by their model_type
 # The class of `modeling_minigpt.py`, whose configuration and weights are ours.
 OWN_TYPE = "minigpt"
 OWN = Family("MiniGPTForCausalLM", keys={}, implied={}, defaults={}, activations={}, modules={"wte": "model.wte"})
-_OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "tie_word_embeddings", "dtype", "torch_dtype")
-_OF_TRANSFORMERS += ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+_OF_TRANSFORMERS = (
+    *("model_type", "architectures", "auto_map", "tie_word_embeddings", "dtype", "torch_dtype"),
+    *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+)
 
 
 def read_config(values: Values) -> tuple[GPTConfig, Family]:
@@ -203,8 +207,8 @@ def read_config(values: Values) -> tuple[GPTConfig, Family]:
     if values.get("model_type") != OWN_TYPE:
         return config_to_ours(values), FAMILIES[values["model_type"]]
     config = GPTConfig.from_dict({key: value for key, value in values.items() if key not in _OF_TRANSFORMERS})
-    tied = config.tie_embeddings
-    require("tie_word_embeddings", values.get("tie_word_embeddings", tied), lambda v: v == tied, f"{tied}")
+    tied = values.get("tie_word_embeddings", config.tie_embeddings)
+    require("tie_word_embeddings", tied, lambda v: v == config.tie_embeddings, str(config.tie_embeddings))
     return replace(config, dropout=0.0, ngram_dropout=0.0), OWN
 
 
@@ -293,15 +297,10 @@ def _set_once(found: dict[str, Any], key: str, value: Any) -> None:
         raise UserError(f"{key} must have one value, got {found[key]} and {value}")
 
 
-def own_name(name: str) -> str:
-    """Return the name of a weight of ours in the folder of our own class."""
-    return f"model.{name}"
-
-
 def _tensor_names(name: str, family: Family) -> list[str]:
     """Return the names of their tensors that make up a weight of ours."""
     if family is OWN:
-        return [own_name(name)]
+        return [f"model.{name}"]
     block = re.match(r"blocks\.(\d+)\.", name)
     name = name.replace(block[0], "blocks.*.") if block else name
     module, _, leaf = name.rpartition(".")

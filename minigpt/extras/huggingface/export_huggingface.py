@@ -29,7 +29,6 @@ from minigpt.extras.huggingface.conversion import (
     OWN_TYPE,
     config_to_ours,
     config_to_theirs,
-    own_name,
     weight_to_theirs,
 )
 from minigpt.extras.huggingface.pretrained import CONFIG, WEIGHTS
@@ -146,7 +145,7 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
     }
     if config.tie_embeddings:
         del weights["lm_head.weight"]
-    return values, {own_name(name): x for name, x in weights.items()}
+    return values, {f"model.{name}": x for name, x in weights.items()}
 
 
 def modeling_code() -> str:

@@ -12,7 +12,7 @@ from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary
 from minigpt.config import GPTConfig
 from minigpt.extras.huggingface.chat_template import TEMPLATE_FILES
-from minigpt.extras.huggingface.conversion import OWN, Family, own_name, read_config, weight_to_ours
+from minigpt.extras.huggingface.conversion import OWN, Family, read_config, weight_to_ours
 from minigpt.extras.huggingface.tokenizer_json import (
     GENERATION,
     SPECIAL_TOKENS,
@@ -130,7 +130,7 @@ def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, 
     weights: dict[str, Tensor] = {}
     for name in empty_model(config).state_dict():
         if name == "lm_head.weight" and config.tie_embeddings:
-            theirs.setdefault(own_name(name) if family is OWN else name, weights["wte.weight"])
+            theirs.setdefault(f"model.{name}" if family is OWN else name, weights["wte.weight"])
         weights[name] = weight_to_ours(name, family, config, theirs)
     if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
         raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")

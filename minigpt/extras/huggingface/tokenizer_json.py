@@ -1,6 +1,7 @@
 """The tokenizers of Hugging Face: `tokenizer.json`, run by their package tokenizers."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _BYTE_LEVEL: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens, in the order of transformers
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # in transformers' order
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -130,14 +131,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         values = {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
-        more = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
-        return values | {key: value for key, value in more.items() if value}  # as older versions, if they are not set
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """Rebuild the tokenizer from the result of `to_dict`, also of an older version."""
-        more = {key: values[key] for key in ("bos", "ends", "split_special") if key in values}
-        return cls(values["json"], values["separator"], **more)
+        options = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
+        return values | ({"options": options} if any(options.values()) else {})  # without, as in older checkpoints
 
     @property
     def splits_at_cuts(self) -> bool:  # type: ignore[override]
@@ -207,22 +202,20 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
         config, older, model, generation = (read_json(other) if other.is_file() else {} for other in others)
         if "added_tokens_decoder" not in config:
             config |= older
-        tokens = {name: _fields(token)["content"] for name, token in config.items() if name.endswith("_token")}
-        tokens = {name: content for name, content in tokens.items() if content}
         tokenizer = _complete(tokenizer, config, vocab_size)
         tokenizer.split_special = bool(config.get("split_special_tokens"))
-        # Tokens of the tokenizer come before ids of generation, and these before ids of the model, as in transformers.
-        ids, settings = (
-            {name: tokenizer.backend.token_to_id(token) for name, token in tokens.items()},
-            model | generation,
-        )
-        begins = [ids.get("bos_token"), settings.get("bos_token_id")]
+        tokens = {name: _fields(token)["content"] for name, token in config.items() if name.endswith("_token")}
+        id_of = tokenizer.backend.token_to_id
+        # The tokens of the tokenizer come before the ids of generation, and these before those of the model.
+        settings = model | generation
+        begins = [id_of(tokens.get("bos_token", "")), settings.get("bos_token_id")]
+        tokenizer.bos = [i for i in begins if i in tokenizer.token_bytes][:1]
         listed = settings.get("eos_token_id")
         listed = listed if isinstance(listed, list) else [listed]
-        ends = [i for i in dict.fromkeys([ids.get("eos_token"), listed[0], *listed]) if i in tokenizer.token_bytes]
-        tokenizer.bos, tokenizer.ends = [i for i in begins if i in tokenizer.token_bytes][:1], ends[1:]
-        if ends:
-            tokenizer.separator = np.array(ends[:1], dtype=tokenizer.separator.dtype)
+        ends = dict.fromkeys([id_of(tokens.get("eos_token", "")), listed[0], *listed])
+        separator, *tokenizer.ends = [i for i in ends if i in tokenizer.token_bytes] or [None]
+        if separator is not None:
+            tokenizer.separator = np.array([separator], dtype=tokenizer.separator.dtype)
             tokenizer.separated = True
         if template := find_template(folder, config):
             tokenizer.encode_chat = partial(encode_chat, template, tokens, tokenizer)
@@ -239,23 +232,20 @@ def _complete(
     Special tokens beyond `vocab_size` are left out; without it, tokens that have no id in tokenizer.json.
     """
     tokenizers = import_extra("tokenizers", TOKENIZER, "huggingface")
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    listed = [*config.get("added_tokens_decoder", {}).values()]
+    backend, limit = tokenizer.backend, vocab_size or math.inf
     named = {name: token for name, token in config.items() if name.endswith("_token")}
-    listed += [named.pop(f"{name}_token", None) for name in _NAMES]
-    listed += [*named.values(), *(extra if isinstance(extra, list) else extra.values())]
-    backend = tokenizer.backend
-    for fields in map(_fields, listed):
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
-        has_id = vocab_size is not None or backend.token_to_id(fields["content"]) is not None
-        if fields["content"] and fields["content"] not in known and has_id:
-            backend.add_tokens([tokenizers.AddedToken(**fields)])
-    content = json.loads(backend.to_str())
-    found = content["added_tokens"]
-    usable = [each for each in found if not each["special"] or vocab_size is None or each["id"] < vocab_size]
-    if usable == json.loads(tokenizer.json)["added_tokens"]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    listed = [*config.get("added_tokens_decoder", {}).values(), *(named.pop(name, None) for name in _NAMES)]
+    listed += [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
+    tokens = [tokenizers.AddedToken(**_fields(token)) for token in listed]
+    usable = [token for token in tokens if vocab_size or backend.token_to_id(token.content) is not None]
+    n_added = backend.add_tokens(usable)  # those that it has are not added, nor is an empty one
+    if not n_added and tokenizer.vocab_size <= limit:
         return tokenizer
-    return HuggingFaceTokenizer(json.dumps(content | {"added_tokens": usable}))
+    content = json.loads(backend.to_str())
+    known = [each for each in content["added_tokens"] if not each["special"] and each["id"] in tokenizer.token_bytes]
+    added = [each for each in content["added_tokens"] if each["id"] < limit or each in known]
+    return HuggingFaceTokenizer(json.dumps(content | {"added_tokens": added}))
 
 
 def _fields(token: Any) -> dict[str, Any]:
@@ -301,7 +291,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     }
     if isinstance(tokenizer, HuggingFaceTokenizer):
         config["split_special_tokens"] = tokenizer.split_special
-        config |= {"bos_token": tokenizer.backend.id_to_token(i) for i in tokenizer.bos}
+        config["bos_token"] = next(map(tokenizer.backend.id_to_token, tokenizer.bos), None)
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 
