@@ -1,4 +1,4 @@
-"""The sweepers and launchers of minigpt, in the package that Hydra searches for plugins.
+"""The sweepers, the launchers and the callback of minigpt, in the package that Hydra searches for plugins.
 
 Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it.
 """
@@ -6,6 +6,7 @@ Hydra imports this file at every start; the code of a plugin is imported when a 
 from pkgutil import resolve_name
 from typing import Any
 
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.plugins.sweeper import Sweeper
@@ -17,6 +18,13 @@ def _plugin(base: type[Plugin], target: str) -> Any:
     created.__new__ = lambda cls, **options: resolve_name(target)(**options)  # type: ignore[assignment]
     created.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     return created
+
+
+class MakeRunDir(Callback):
+    """Choose the run folder before Hydra makes it."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        resolve_name("minigpt.runs.run_dir:make_folder")(config.hydra.run)
 
 
 Grid = _plugin(Sweeper, "minigpt.sweeps.sweeper:Grid")

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.overrides import quote_path, shared_arguments
 from minigpt.runs.run import train_in
-from minigpt.runs.run_dir import command, short_path
+from minigpt.runs.run_dir import command, remove_unused_folders, short_path
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import replace_dead_output
@@ -48,6 +48,7 @@ def resume_command(folder: Path) -> str:
 
 
 @cli_entrypoint
+@remove_unused_folders()
 def start() -> None:
     """Run Hydra with the command line that all ranks share; nobody has to read the output of a training."""
     replace_dead_output(ends_script=False)

@@ -82,8 +82,11 @@ def explain_errors(problem: str) -> Iterator[None]:
         raise UserError(f"{problem}: {kind}{' '.join(str(error).split()):.300}") from error
 
 
-def write(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint atomically; the `last` checkpoint before it becomes `previous`.
+def write(content: Mapping[str, Any], path: Path, *, keeps_previous: bool = False) -> None:
+    """Write a checkpoint atomically.
+
+    Args:
+        keeps_previous: the `last` checkpoint of a run that it replaces becomes `previous`.
 
     Raises:
         UserError: the content has values other than tensors and plain data.
@@ -103,7 +106,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
             raise
         with open(unfinished, "rb+") as saved:
             os.fsync(saved.fileno())
-        if path.name == Path(LAST).name and path.exists():
+        if keeps_previous and path.match(LAST) and path.exists():
             hardlink_or_copy(path, path.with_name(Path(PREVIOUS).name))
     sync(path.parent)
 

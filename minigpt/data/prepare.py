@@ -6,11 +6,13 @@ and the split, so changed inputs get new files.
 """
 
 import hashlib
+import platform
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -102,8 +104,13 @@ def _write_corpus(
     target: Path, sources: Sequence[Source], provenance: Mapping[str, Any], threads: int | None, built: Tokenizer | None
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    if any(target.glob("*")):
+        raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
+    # On some network file systems, a lock excludes only the processes of one host.
+    prefix = f".{target.name}.{platform.node()}"
+    for left in target.parent.glob(f"{prefix}.*.partial"):  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
+    partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")
     partial.mkdir()
     try:
         tokenizer, cut = _plan(sources, provenance, target.parents[1], built)
@@ -114,8 +121,8 @@ def _write_corpus(
             advice = f"data.separator='{SEPARATOR}' splits text files there"
             warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
-        shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json
-        partial.rename(target)
+        if not (target / META).is_file():  # no other host wrote it meanwhile
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

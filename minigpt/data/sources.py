@@ -59,6 +59,8 @@ def find_text(data: Mapping[str, Any]) -> Path:
             if checksums([copy], folder) == [data["sha256"]]:
                 return copy
             warn(f"skipping {copy}: its checksum is not that of {name}")
+    if target.exists():  # another text, of the user
+        target = target.with_name(f"{name}-{data['sha256'][:12]}.txt")
     if download(data["url"], data["sha256"], target):
         return target
     warn(

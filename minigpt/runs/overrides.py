@@ -2,13 +2,12 @@
 
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors, started_together
+from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import written_as
 from minigpt.utils.scripts import ROOT
@@ -147,15 +146,8 @@ def quote_path(path: object) -> str:
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:
-    """Return rank 0's command line with its run folder, for all ranks.
-
-    Without it each rank would name a run folder after the second at which it started.
-    """
+    """Return rank 0's command line, for all ranks."""
     join_ranks()
     with shared_errors():
         arguments = complete_overrides(arguments)
-    if started_together() is None:
-        return arguments
-    if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
-        arguments.append(time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S"))
     return gather_objects(arguments)[0]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from minigpt.data.token_files import Corpus
 
 
+@run_dir.remove_unused_folders()
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
 
@@ -54,7 +55,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides = complete_overrides(overrides)
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        folder = Path(cfg.hydra.run.dir).absolute()
+        folder = run_dir.make_folder(cfg.hydra.run).absolute()
         with open_dict(cfg):
             cfg.hydra.runtime.output_dir = str(folder)
             HydraConfig.instance().set_config(cfg)

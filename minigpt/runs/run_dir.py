@@ -8,15 +8,18 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
 
-from minigpt.distributed.process_group import RESTARTS
+from minigpt.checkpoints.find import LAST
+from minigpt.distributed.process_group import RESTARTS, gather_objects, join_ranks
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import atomic_write, read_json, write_json
+from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
 from minigpt.utils.scripts import INSTALLED, ROOT, usage
 from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line
 
@@ -25,46 +28,93 @@ LATEST = "latest"  # link to the newest run, beside the run folders
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
+_WRITTEN = {".hydra", "checkpoints", METRICS, SUMMARY, CURVES, SAMPLES, LOG, RUN_PLAN, "attention", "wandb"}  # by a run
+_missing: list[Path] = []  # folders that were, each before its parents
 ORIGINALITY_HEADER = "── originality ──"
 # The header of a sample, of the table at the end of a run, or one that a full disk cut off
 _HEADER = re.compile(rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)")
 
 
+def make_folder(settings: DictConfig) -> Path:
+    """Return the folder of a run or a sweep. If it is named by the time, rank 0 makes it, and all ranks take it.
+
+    If another run has that name, which nobody chose, the folder gets a suffix.
+
+    Args:
+        settings: `hydra.run` or `hydra.sweep`, whose `dir` is set to the folder.
+    """
+    folder = named = Path(str(settings.dir))
+    _missing[:] = [each for each in (named, *named.parents) if not each.exists()]
+    if "${now:" in str(OmegaConf.to_container(settings)):
+        with suppress(OSError):  # it is raised again where the folder is used
+            for n in count(2) if is_rank_zero() else ():
+                with suppress(FileExistsError):
+                    folder.mkdir(parents=True)
+                    break
+                folder = named.with_name(f"{named.name}-{n}")
+        join_ranks()
+        folder = gather_objects(folder)[0]
+        _missing.insert(0, folder)
+        settings.dir = str(folder)
+    return folder
+
+
+@contextmanager
+def remove_unused_folders() -> Iterator[None]:
+    """Remove the folders that were missing before `make_folder` if they are empty at the end."""
+    try:
+        yield
+    finally:
+        while _missing:
+            with suppress(OSError):  # it is not empty, or it was never made
+                _missing.pop(0).rmdir()
+
+
 @contextmanager
 def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
-    """Lock a run folder; remove it if the run wrote nothing.
+    """Lock a run folder; remove what the run wrote if it has no result.
 
     Args:
         resume: the folder may hold a run, which continues.
 
     Raises:
-        UserError: another process uses the folder, it holds a run, or it cannot be written.
+        UserError: another process uses the folder, it holds a run or files that a run would overwrite, or it cannot be
+            written.
     """
     if not is_rank_zero():
         yield
         return
+    was_locked = (folder / _LOCK).exists()
     try:
         # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
         lock = FileLock(folder / _LOCK).acquire(timeout=120 if RESTARTS else 2)
     except Timeout as error:
         raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
     with lock:
-        if not resume and ((folder / METRICS).exists() or (folder / SUMMARY).exists()):
-            advice = "resume it with resume=auto, choose another folder with hydra.run.dir=…, or remove it"
-            raise UserError(f"{folder} already holds a run; {advice}")
-        for pattern in (".*.partial", "checkpoints/**/.*.partial", "checkpoints/.tmp*"):  # left by killed runs
-            for partial in folder.glob(pattern):
-                partial.unlink(missing_ok=True)
+        real = folder.resolve()  # the folder may be given as the link `latest`
+        before = {entry.name for entry in real.iterdir() if was_locked or entry.name != _LOCK}
         try:
+            _check_unused(folder, before, resume)
+            for pattern in (PARTIAL, f"checkpoints/**/{PARTIAL}", "checkpoints/**/.tmp??????"):  # left by killed runs
+                for partial in real.glob(pattern):
+                    partial.unlink(missing_ok=True)
             yield
         finally:
-            real = folder.resolve()  # the folder may be given as the link `latest`
-            in_sweep = (real.parent / PLAN).exists()  # jobs of a sweep print to log.txt
-            nothing = {".hydra", _LOCK, RUN_PLAN, *([] if in_sweep else [LOG])}
-            if not any(real.glob("checkpoints/*.safetensors")):  # but the snapshot of step 0
-                nothing.add("checkpoints")
-            if {entry.name for entry in real.iterdir()} <= nothing:
-                shutil.rmtree(real)
+            written = {entry.name for entry in real.iterdir()} - before
+            checkpoints = [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]  # snapshot of step 0
+            if written <= {".hydra", _LOCK, RUN_PLAN, LOG, *checkpoints}:
+                for path in (real / name for name in written):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
+    """Raise UserError if a folder with these names holds what a run would overwrite, but for that of one it resumes."""
+    is_run = not names.isdisjoint({_LOCK, ".hydra"}) or (folder / LAST).exists()
+    in_sweep = (folder.resolve().parent / PLAN).exists()  # whose jobs print to log.txt
+    held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
+    if held and not (resume and is_run):
+        what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"
+        raise UserError(f"{folder} already holds {what} choose another folder with hydra.run.dir=…, or remove it")
 
 
 def is_locked(folder: Path) -> bool:
@@ -86,8 +136,9 @@ def update_latest_link(folder: Path) -> None:
     if (folder.parent / PLAN).exists():
         return
     with suppress(OSError):  # some file systems have no links
-        (folder.parent / LATEST).unlink(missing_ok=True)
-        (folder.parent / LATEST).symlink_to(folder.name, target_is_directory=True)
+        if (latest := folder.parent / LATEST).is_symlink():  # else it is the user's
+            latest.unlink()
+        latest.symlink_to(folder.name, target_is_directory=True)
 
 
 def append_log(folder: Path, line: str, *, show: bool = True) -> None:

@@ -165,7 +165,7 @@ class CheckpointIO(TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        write(checkpoint, Path(path))
+        write(checkpoint, Path(path), keeps_previous=True)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return read_unaveraged(Path(path))

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,7 +23,7 @@ from tqdm import tqdm
 from minigpt.run_config import RunConfig, check_hydra
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
-from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
+from minigpt.runs.run_dir import PLAN, make_folder, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
@@ -67,7 +66,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.params, self.prune = params, prune
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
+        self.loader, self.cfg, self.folder = hydra_context.config_loader, config, make_folder(config.hydra.sweep)
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}

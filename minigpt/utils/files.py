@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
+
+PARTIAL = f".*.{'[0-9a-f]' * 16}.partial"  # glob pattern of the temporary names of `atomic_write`
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # left by a killed process with the same id; it may be a link
+    partial = path.with_name(f".{path.name}.{token_hex(8)}.partial")  # hosts and containers may share process ids
     try:
         yield partial
         partial.replace(path)
@@ -74,9 +76,9 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
 
 
 def download(url: str, sha256: str, target: Path) -> bool:
-    """Download a file atomically, unless it is there; return whether it is there now, with this checksum."""
-    if target.is_file() and checksums([target], None) == [sha256]:
-        return True
+    """Download a file atomically, unless one is there; return whether it is there now, with this checksum."""
+    if target.exists():
+        return checksums([target], None) == [sha256]
     import requests
 
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -79,6 +79,13 @@ NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
 
 
 @pytest.mark.parametrize("message", NOT_SAVED)
+def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
+    (tmp_path / "previous.safetensors").write_text("precious")
+    for _ in range(2):
+        save_checkpoint(make_model(), TOKENIZER, tmp_path / "last.safetensors")
+    assert (tmp_path / "previous.safetensors").read_text() == "precious"
+
+
 def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, message):
     model = make_model(layer_repeats=2)
     NOT_SAVED[message](model)

@@ -145,11 +145,17 @@ def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train, tr
 
 
 def test_save_top_k_checkpoints_are_kept(train):
-    run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
+    line = ["eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9"]  # the losses hardly move
+    checkpoints = train(*line, "pause_at=12").folder / "checkpoints"
+    mine = {"step-good.safetensors", "step-3.safetensors", "step-99.safetensors"}  # of the user
+    for name in mine:
+        (checkpoints / name).write_text("precious")
+    run = train(*line, "resume=auto")
+    assert {(checkpoints / name).read_text() for name in mine} == {"precious"}
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
     steps = {f"step-{step}.safetensors" for _, step in lowest}
-    assert kept == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
+    assert kept - mine == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
 
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -232,10 +233,38 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
     killed.rename(tokens)
     (partial,) = tokens.glob("*.partial")
     assert {file.name for file in partial.iterdir()} == {"train.bin", "val.bin"}
-    shutil.copytree(partial, partial.with_suffix(""))  # the final name, without meta.json
+    (tokens / f".fox-{partial.name}").mkdir()  # of the user
     corpus = prepare(text, tmp_path, "byte")
     assert in_folder(corpus) == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    (tokens / f".fox-{partial.name}").rmdir()
     assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
+
+
+def test_a_folder_in_the_place_of_token_files_is_refused_and_stays(tmp_path):
+    corpus = prepare("fox " * 100, tmp_path, "byte")
+    (folder_of(corpus) / "meta.json").unlink()
+    before = in_folder(corpus)
+    with pytest.raises(UserError, match=f"{folder_of(corpus)} has files but no meta.json; remove it, or set data.fold"):
+        prepare("fox " * 100, tmp_path, "byte")
+    assert in_folder(corpus) == before
+
+
+def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(tmp_path, monkeypatch):
+    """One host begins and ends while another is at work."""
+    text, hosts = "\n".join(stories(50)), iter(["one", "other", "whole"])
+    monkeypatch.setattr(preparation, "_lock", lambda _: nullcontext())
+    monkeypatch.setattr("platform.node", lambda: next(hosts))
+    build, corpora = preparation._build_meta, []
+
+    def build_late(*arguments):
+        monkeypatch.setattr(preparation, "_build_meta", build)
+        corpora.append(prepare(text, tmp_path, "byte"))
+        return build(*arguments)
+
+    monkeypatch.setattr(preparation, "_build_meta", build_late)
+    corpora.append(prepare(text, tmp_path, "byte"))
+    assert in_folder(corpora[0]) == in_folder(corpora[1]) == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpora[0])]
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch):

@@ -42,6 +42,11 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
         assert sources.find_text(server.settings).read_bytes() == LITTLE
     assert server.requests == 2
     assert str(shared / "little.txt") in capsys.readouterr().err
+    (folder / "little.txt").write_bytes(b"of the user")
+    for _ in range(2):
+        assert sources.find_text(server.settings).read_bytes() == LITTLE
+    assert (folder / "little.txt").read_bytes() == b"of the user"
+    assert server.requests == 3
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from unittest.mock import patch
 
 import datasets
@@ -20,7 +21,7 @@ from minigpt.data import sources
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import checksums
+from minigpt.utils.files import PARTIAL, atomic_write, checksums
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -88,6 +89,19 @@ def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tm
             found.append(find(path=str(folder))[0].sha256)
     assert found[::2] == found[1::2]
     assert len(set(found)) == 5
+
+
+def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_them(tmp_path):
+    """As those of two containers do that share a data folder."""
+    file = tmp_path / "file"
+    with atomic_write(file) as one:
+        one.write_text("one")
+        with atomic_write(file) as other:
+            assert fnmatch(other.name, PARTIAL)
+            other.write_text("oth")  # half of it
+            one.write_text("one whole")
+    assert file.read_text() == "one whole"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):

@@ -2,32 +2,36 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import setup_globals
 from matplotlib import image
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from small_runs import one_line
 
+import minigpt
 from minigpt.language_model import LanguageModel
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.metrics_csv import append_metrics, read_metrics
 from minigpt.runs.overrides import complete_overrides
+from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.errors import UserError
-
-
-def new_folder(runs, name):
-    """A run folder as Hydra creates it."""
-    (runs / name / ".hydra").mkdir(parents=True)
-    (runs / name / ".hydra/config.yaml").write_text("seed: 1\n")
-    return runs / name
+from minigpt.utils.files import atomic_write
 
 
 def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
     """A run with ten training losses that fall from 3.8 to 2, and validation losses."""
-    folder = new_folder(runs, name)
+    folder = runs / name
     with run_dir.lock_run_dir(folder):
         run_dir.update_latest_link(folder)
         for step in range(10, 110, 10):
@@ -40,17 +44,24 @@ def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
 def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
     folder = finished_run(tmp_path, "first")
     (folder / "checkpoints/snapshots").mkdir(parents=True)
-    unfinished = [".metrics.csv.7.partial", "checkpoints/.last.7.partial", "checkpoints/snapshots/.step-2.7.partial"]
-    for name in (*unfinished, "checkpoints/snapshots/step-1.safetensors"):
-        (folder / name).touch()
-    before = {file for file in folder.rglob("*") if not file.name.endswith(".partial")}
+    for name in (".notes.partial", ".mine.txt.7.partial", "checkpoints/.tmp", "checkpoints/snapshots/step-1"):
+        (folder / name).touch()  # of the user
+    before = set(folder.rglob("*"))
+    with ExitStack() as killed:
+        for name in ("metrics.csv", "checkpoints/last.safetensors", "checkpoints/snapshots/step-2.safetensors"):
+            killed.enter_context(atomic_write(folder / name)).touch()
+        (folder / "checkpoints/.tmpkCZie0").touch()  # of safetensors
+        assert len(set(folder.rglob("*")) - before) == 4
+        with run_dir.lock_run_dir(folder, resume=True):
+            assert set(folder.rglob("*")) == before
+        killed.pop_all()
     with run_dir.lock_run_dir(folder, resume=True):
         assert set(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
 def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
-    folder = new_folder(tmp_path, "first")
+    folder = finished_run(tmp_path, "first")
     (folder / file).write_text("precious")
     with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), run_dir.lock_run_dir(folder):
         (folder / file).write_text("overwritten")
@@ -64,8 +75,12 @@ def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_pat
     (tmp_path / "runs").rename(tmp_path / "archive")
     assert (tmp_path / "archive/latest").resolve() == tmp_path / "archive/third"
     (tmp_path / "latest").mkdir()  # a folder of the user stays
+    (tmp_path / "archive/latest").unlink()
+    (tmp_path / "archive/latest").write_text("a file of the user")
     finished_run(tmp_path, "run")
+    finished_run(tmp_path / "archive", "fourth")
     assert not (tmp_path / "latest").is_symlink()
+    assert (tmp_path / "archive/latest").read_text() == "a file of the user"
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(train, tmp_path, monkeypatch):
@@ -75,6 +90,65 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_wa
         train("max_steps=2", folder=tmp_path / "runs/second")
     assert not (tmp_path / "runs/second").exists()
     assert (tmp_path / "runs/latest").resolve() == first
+
+
+def files(folder):
+    """All files and folders by their path, with the contents of the files."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_a_refused_start_leaves_a_folder_of_the_user_as_it_was(call, tmp_path):
+    missing = "data.path=missing.txt"
+    for held, error in {"": missing, "notes.txt": missing, "checkpoints/a.ckpt": "mine already holds checkp"}.items():
+        folder = tmp_path / f"{held[:5]}mine"
+        folder.mkdir()
+        if held:
+            (folder / held).parent.mkdir(exist_ok=True)
+            (folder / held).write_text("precious")
+        before = files(folder)
+        assert error in one_line(call("train.py", f"hydra.run.dir={folder.name}", missing))
+        assert files(folder) == before
+    with pytest.raises(UserError, match=missing):
+        minigpt.train(["hydra.run.dir=new/folders", missing, "data=text"])  # those of the run go
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["log.txt", "samples.txt", "metrics.csv", "plan.json", "attention/step-1.png"])
+def test_a_run_does_not_begin_in_a_folder_with_files_of_the_user_that_it_would_change(tmp_path, name, resume):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    (tmp_path / "notes.txt").write_text("precious")
+    before = files(tmp_path)
+    error = f"already holds {Path(name).parts[0]}; choose another folder with hydra.run.dir="
+    with pytest.raises(UserError, match=error), run_dir.lock_run_dir(tmp_path, resume=resume):
+        run_dir.truncate_logs(tmp_path, 0)
+    assert files(tmp_path) == before
+
+
+def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(call, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("hydra.core.utils.datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5)))
+    name = "2026-01-02_03-04-05"
+    for folder in (f"runs/{name}", f"runs/{name}-2", f"runs/sweeps/{name}"):  # of others
+        (tmp_path / folder).mkdir(parents=True)
+    done = call("train.py", "max_steps=1")
+    assert f"run folder       runs/{name}-3\n" in done.stdout
+    assert (tmp_path / f"runs/{name}-3/checkpoints/best.safetensors").exists()
+    assert (tmp_path / "runs/latest").resolve().name == f"{name}-3"
+    assert minigpt.train([*small, "max_steps=1"])["folder"] == f"{tmp_path}/runs/{name}-4"
+    monkeypatch.setattr(Sweeper, "_launch", lambda sweeper, _: (sweeper.folder / "mine").touch())
+    monkeypatch.setattr(Sweeper, "_report", lambda _: None)
+    call("train.py", "-m", "seed=1,2")
+    assert (tmp_path / f"runs/sweeps/{name}-2/mine").exists()
+    assert {path.name for path in (tmp_path / "runs").iterdir() if not any(path.iterdir())} == {name, f"{name}-2"}
+
+
+def test_processes_that_choose_a_folder_at_once_choose_different_ones(tmp_path):
+    setup_globals()  # the resolver `now`
+    with ThreadPoolExecutor(8) as pool:
+        settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:one}}"}) for _ in range(8)]
+        assert len({*pool.map(run_dir.make_folder, settings)}) == 8
+    assert {str(path) for path in tmp_path.iterdir()} == {each.dir for each in settings}
 
 
 def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path, monkeypatch):

@@ -48,12 +48,9 @@ class CheckpointCallback(Checkpoint):
         The run may have been killed before it linked the resumed file, and `best` may be of a later step, if it resumes
         from `previous`.
         """
-        best, files, expected = self.folder / Path(BEST).name, {step: file}, self.best[:1]
-        for kept in self.folder.glob("step-*.safetensors"):
-            if int(kept.stem.removeprefix("step-")) > step:
-                kept.unlink()
-            else:
-                files.setdefault(int(kept.stem.removeprefix("step-")), kept)
+        own = {each: self.folder / f"step-{each}.safetensors" for _, each in self.best}
+        files = {each: kept for each, kept in own.items() if kept.exists()} | {step: file}
+        best, expected = self.folder / Path(BEST).name, self.best[:1]
         if expected and expected[0][1] not in files:
             with suppress(UserError):  # missing or damaged
                 files[read(best)["global_step"]] = best
@@ -82,5 +79,5 @@ class CheckpointCallback(Checkpoint):
             hardlink_or_copy(file, self.folder / Path(BEST).name)
         if step in best and self.save_top_k > 1:
             hardlink_or_copy(file, best[step])
-            for old in {*self.folder.glob("step-*.safetensors")} - {*best.values()}:
-                old.unlink()
+            for _, old in self.best[self.save_top_k :]:
+                (self.folder / f"step-{old}.safetensors").unlink(missing_ok=True)
