@@ -69,6 +69,13 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     assert sum(weight.numel() for weight in stored.values()) == sum(weight.numel() for weight in model.parameters())
 
 
+def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
+    (tmp_path / "previous.safetensors").write_text("precious")
+    for _ in range(2):
+        save_checkpoint(make_model(), TOKENIZER, tmp_path / "last.safetensors")
+    assert (tmp_path / "previous.safetensors").read_text() == "precious"
+
+
 NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
     "blocks.0.mlp.up is of class torch.": lambda m: setattr(m.blocks[0].mlp, "up", OtherLinear(16, 64)),
     "blocks.0.mlp.up.weight is missing": lambda m: prune.l1_unstructured(m.blocks[0].mlp.up, "weight", 0.5),
@@ -79,13 +86,6 @@ NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
 
 
 @pytest.mark.parametrize("message", NOT_SAVED)
-def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
-    (tmp_path / "previous.safetensors").write_text("precious")
-    for _ in range(2):
-        save_checkpoint(make_model(), TOKENIZER, tmp_path / "last.safetensors")
-    assert (tmp_path / "previous.safetensors").read_text() == "precious"
-
-
 def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, message):
     model = make_model(layer_repeats=2)
     NOT_SAVED[message](model)
@@ -216,7 +216,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     older = checkpoint()["minigpt"] | {"config": run["minigpt"]["config"]}
     del older["model"]["embed_norm"]  # a setting that the version before did not have
     for step in (10, 20, 30):
-        write(run | {"minigpt": older, "global_step": step}, tmp_path / LAST)
+        write(run | {"minigpt": older, "global_step": step}, tmp_path / LAST, keeps_previous=True)
     write(run | {"global_step": 10}, tmp_path / BEST)
     assert find() == (tmp_path / LAST, 30, {}, False)
     assert capsys.readouterr().err == ""

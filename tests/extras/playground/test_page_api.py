@@ -193,7 +193,6 @@ def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
 
 def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> None:
     run = tmp_path / "new"
-    (run / "checkpoints").mkdir(parents=True)
     with lock_run_dir(run):
         (run / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n")
         first = add_snapshot(run, 0)
