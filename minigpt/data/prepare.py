@@ -26,7 +26,7 @@ from minigpt.data.sources import Source, find_sources
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import sha256_json, sync, write_json
+from minigpt.utils.files import PARTIAL, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
@@ -108,7 +108,7 @@ def _write_corpus(
         raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
     # On some network file systems, a lock excludes only the processes of one host.
     prefix = f".{target.name}.{platform.node()}"
-    for left in target.parent.glob(f"{prefix}.*.partial"):  # by a killed process
+    for left in target.parent.glob(f"{prefix}.{PARTIAL}"):  # by a killed process
         shutil.rmtree(left, ignore_errors=True)
     partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")
     partial.mkdir()

@@ -52,6 +52,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
 
     try:
+        join_ranks()
         overrides = complete_overrides(overrides)
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
@@ -79,7 +80,6 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
     from hydra.core.hydra_config import HydraConfig
 
     with raise_on_signal(), ExitStack() as stack:
-        join_ranks()
         with shared_errors():
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:

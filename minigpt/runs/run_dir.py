@@ -15,8 +15,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.checkpoints.find import LAST
-from minigpt.distributed.process_group import RESTARTS, gather_objects, join_ranks
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.distributed.process_group import RESTARTS, gather_objects
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
@@ -52,7 +52,6 @@ def make_folder(settings: DictConfig) -> Path:
                     folder.mkdir(parents=True)
                     break
                 folder = named.with_name(f"{named.name}-{n}")
-        join_ranks()
         folder = gather_objects(folder)[0]
         _missing.insert(0, folder)
         settings.dir = str(folder)
@@ -95,7 +94,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != _LOCK}
         try:
             _check_unused(folder, before, resume)
-            for pattern in (PARTIAL, f"checkpoints/**/{PARTIAL}", "checkpoints/**/.tmp??????"):  # left by killed runs
+            # Left by killed runs, also by safetensors
+            for pattern in (f".*.{PARTIAL}", f"checkpoints/**/.*.{PARTIAL}", "checkpoints/**/.tmp??????"):
                 for partial in real.glob(pattern):
                     partial.unlink(missing_ok=True)
             yield
@@ -109,7 +109,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
     """Raise UserError if a folder with these names holds what a run would overwrite, but for that of one it resumes."""
-    is_run = not names.isdisjoint({_LOCK, ".hydra"}) or (folder / LAST).exists()
+    is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint({_LOCK, ".hydra"})
     in_sweep = (folder.resolve().parent / PLAN).exists()  # whose jobs print to log.txt
     held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
     if held and not (resume and is_run):

@@ -9,7 +9,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-PARTIAL = f".*.{'[0-9a-f]' * 16}.partial"  # glob pattern of the temporary names of `atomic_write`
+PARTIAL = f"{'[0-9a-f]' * 16}.partial"  # glob pattern of the end of temporary names, after a dot
 
 
 @contextmanager

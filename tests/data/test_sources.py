@@ -97,7 +97,7 @@ def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_the
     with atomic_write(file) as one:
         one.write_text("one")
         with atomic_write(file) as other:
-            assert fnmatch(other.name, PARTIAL)
+            assert fnmatch(other.name, f".file.{PARTIAL}")
             other.write_text("oth")  # half of it
             one.write_text("one whole")
     assert file.read_text() == "one whole"

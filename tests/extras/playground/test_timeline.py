@@ -162,6 +162,7 @@ def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(i
 def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> None:
     folder, models = write_run(tmp_path / "live", random_model(), CHARACTERS), {}
     (folder / BEST).unlink()  # before the first validation
+    (folder / ".lock").touch()
 
     def add_snapshot(step: int) -> None:
         models[step] = random_model(step + 1)
