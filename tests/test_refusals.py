@@ -38,6 +38,7 @@ REFUSED = {
     ),
     # train.py: resume, init_from, plans
     "train.py hydra.run.dir=RUN": "already holds a run; resume it with resume=auto, choose another folder",
+    "train.py hydra.run.dir=mine": "mine already holds samples.txt; choose another folder with hydra.run.dir=",
     "train.py resume=RUN": "is at step 20 of 20; raise max_steps to continue",
     "train.py resume=RUN pause_at=10": "is at step 20 of 10; raise pause_at to continue",
     "train.py resume=RUN max_steps=30 model.n_embd=64": "in model.n_embd (32 in the checkpoint, 64 now)",
@@ -139,6 +140,8 @@ REFUSED = {
 def odd_files(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/samples.txt").write_text("of the user")
     (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
 
 
