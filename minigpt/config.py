@@ -58,7 +58,7 @@ class GPTConfig:
     base_head_dim: int = 32  # head width at which mup equals standard
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
+        for name, rule in RULES.items():
             require(f"model.{name}", getattr(self, name), *rule)
         check_heads(self.n_embd, self.n_head, self.n_kv_head, self.head_dim, prefix="model.")
         divisible = f"divisible by model.layer_repeats={self.layer_repeats}"
@@ -174,7 +174,7 @@ def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int |
         require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
 
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "block_size": integer(1, MAX_BLOCK_SIZE),
     **dict.fromkeys(("vocab_size", "n_layer", "layer_repeats", "n_head", "n_embd"), POSITIVE_INT),
     **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),

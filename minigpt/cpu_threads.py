@@ -46,7 +46,7 @@ def decoding_threads(model: GPT, rows: int) -> int | None:
     """Return 1 if one thread decodes as fast as two: for fewer than four samples of a small model; else None."""
     weights = [*model.blocks.parameters(), model.lm_head.weight]
     small = all(weight.numel() < _MIN_PARALLEL_NUMEL for weight in weights)
-    return 1 if small and rows < 4 and not os.environ.keys() & _GIVEN else None
+    return 1 if small and rows < 4 and not any(map(os.environ.get, _GIVEN)) else None
 
 
 class ThreadBalancer:
@@ -59,7 +59,7 @@ class ThreadBalancer:
 
     def __init__(self, *, window: float = 1.0, fixed: bool = False) -> None:
         self.most, self._window = torch.get_num_threads(), window
-        self.fixed = fixed or self.most == 1 or bool(os.environ.keys() & _GIVEN)
+        self.fixed = fixed or self.most == 1 or any(map(os.environ.get, _GIVEN))
         self._skipped, self._steps, self._seconds = 3, list[tuple[float, float]](), 0.0
         self._before: tuple[int, float, float] | None = None  # in a trial of fewer: threads, cores, seconds per step
         self._pause, self._more, self._fewer = _PAUSE, 0.0, 0.0  # no more, or fewer, are tried before these times

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.config import GPTConfig
+from minigpt.config import RULES, GPTConfig
 from minigpt.utils import checks
-from minigpt.utils.checks import POSITIVE_INT, integer, one_of, or_null
+from minigpt.utils.checks import POSITIVE_INT, as_integer, integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import ROOT
 
@@ -80,12 +80,16 @@ class RunConfig:
 
 def check_hydra(hydra: Any) -> None:
     """Raise UserError for a setting of Hydra itself that would mislead."""
-    expected = "false, because relative paths would be looked up in the run folder"
-    require("hydra.job.chdir", hydra.job.chdir, lambda value: not value, expected)
+    require(
+        "hydra.job.chdir",
+        hydra.job.chdir,
+        lambda value: not value,
+        "false, because relative paths would be looked up in the run folder",
+    )
 
 
 def check_run(cfg: DictConfig) -> None:
-    """Check a composed run configuration.
+    """Check a composed run configuration, after `use_integers`.
 
     Raises:
         UserError: a value is invalid; the message names one.
@@ -103,10 +107,10 @@ def check_run(cfg: DictConfig) -> None:
                 known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
                 advice = f"add {group}={name}" if known else "set it to the path of a class"
                 raise UserError(f"{group}.{name} has no _target_; {advice}")
-    for rule, keys in _RULES.items():
-        for key in keys:
-            if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
-                require(key, value, *rule, _advice(value))
+    use_integers(cfg)
+    for key, rule in _RULE_OF.items():
+        if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
+            require(key, value, *rule, _advice(value))
     for key, value in cfg.get("model", {}).items():
         require(f"model.{key}", value, lambda value: not _advice(value), "a number or a name", _advice(value))
     if cfg.get("pause_at") is not None:
@@ -116,8 +120,13 @@ def check_run(cfg: DictConfig) -> None:
     strategy, averages = OmegaConf.select(cfg, "trainer.strategy._target_", default=""), cfg.get("ema_decay")
     if averages is not None and strategy.endswith(".FSDP"):  # which cannot hold averages of another dtype
         expected = f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}"
-        halves = ("bf16-true", "16-true")
-        require("trainer.precision", cfg.trainer.precision, lambda x: x not in halves, expected, "use bf16-mixed")
+        require(
+            "trainer.precision",
+            cfg.trainer.precision,
+            lambda precision: not str(precision).endswith("16-true"),
+            expected,
+            "use bf16-mixed",
+        )
     if cfg.get("minutes") is not None:
         require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
         require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")
@@ -129,6 +138,17 @@ def check_run(cfg: DictConfig) -> None:
     elif model is not None:
         vocab_size = model["vocab_size"]  # null until the text is read
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
+
+
+def use_integers(cfg: DictConfig) -> None:
+    """Make whole numbers that are written as floats, such as max_steps=1e4, integers where only these are accepted.
+
+    A run records them so, and two notations of a number are the same setting.
+    """
+    for key, (accepts, _) in (_RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}).items():
+        value = OmegaConf.select(cfg, key)
+        if not accepts(value) and accepts(as_integer(value)):
+            OmegaConf.update(cfg, key, as_integer(value))
 
 
 def _advice(value: Any) -> str:
@@ -152,10 +172,19 @@ _MODELS = "a run folder, a checkpoint, or a folder or id of Hugging Face"
 _RULES: dict[checks.Rule, tuple[str, ...]] = {
     POSITIVE_INT: (
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
-        *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches"),
+        *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches", "trainer.num_nodes"),
+        *("callbacks.checkpoint.save_top_k", "callbacks.attention.max_tokens"),
     ),
-    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
-    checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
+    or_null(POSITIVE_INT): (
+        *("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
+        *("callbacks.samples.max_new_tokens", "callbacks.samples.top_k"),
+    ),
+    checks.NON_NEGATIVE_INT: (
+        *("seed", "data.overfit_batches", "schedule.warmup_steps"),
+        *("callbacks.samples.seed", "callbacks.early_stopping.patience"),
+    ),
+    integer(2): ("callbacks.snapshots.count",),
+    (lambda v: not isinstance(v, float), "a number of devices, a list of them, or auto"): ("trainer.devices",),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
     checks.NON_NEGATIVE: ("optimizer.weight_decay", "optimizer.ngram_weight_decay"),
@@ -174,3 +203,4 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
     or_null((lambda v: isinstance(v, str) and v != "", "a text")): ("data.separator",),
 }
+_RULE_OF = {key: rule for rule, keys in _RULES.items() for key in keys}

@@ -10,13 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from small_runs import CONFIGS, composed
 
 from minigpt.config import GPTConfig
-from minigpt.run_config import check_run
+from minigpt.run_config import RunConfig, check_run
 from minigpt.utils.errors import UserError
 
 # Settings, of which the last is refused.
 MODEL = """
     n_layer=0 n_layer=2.5 n_layer=true n_layer=null n_layer='12' vocab_size=0 n_head=0 n_embd=0 layer_repeats=0
-    ngram_buckets=0 ngram_dim=0 rope_original_block_size=0 base_n_embd=64.0 base_head_dim=0 block_size=1048577
+    ngram_buckets=0 ngram_dim=0 rope_original_block_size=0 base_n_embd=64.5 base_head_dim=0 block_size=1048577
     n_kv_head=0 head_dim=0 n_inner=1.5 bias=1 bias=null qk_norm='no' qk_norm_weights=0 tie_embeddings=1 embed_norm=1
     qkv_bias=1 ngram=1 ngram=-2 smear=-1 dropout=1 dropout=-0.1 dropout=.nan ngram_dropout=1.0
     rope_base=0 rope_base=.inf norm_eps=0 rope_low_freq_factor=0 rope_high_freq_factor=1.0 logit_softcap=0
@@ -55,6 +55,45 @@ def test_a_run_with_a_value_at_its_limit_is_accepted():
     limits = "seed=0 optimizer.weight_decay=0 schedule.warmup_steps=0 pause_at=1000 trainer.gradient_clip_val=null"
     for override in [*limits.split(), "model.vocab_size=65", "model.n_kv_head=2", "model.block_size=1048576"]:
         check_run(OmegaConf.merge(run(), OmegaConf.from_dotlist([override])))
+
+
+WHOLE = {
+    "max_steps": "1e4",
+    "eval_every": "5e1",
+    "pause_at": "1e2",
+    "seed": "1e18",
+    "threads": "2.0",
+    "originality": "1e3",
+    "data.batch_size": "4.0",
+    "data.overfit_batches": "0.0",
+    "model.n_layer": "2.0",
+    "model.n_kv_head": "1e0",
+    "model.ngram": "3.0",
+    "model.block_size": "6.4e1",
+    "trainer.devices": "2.0",
+    "trainer.accumulate_grad_batches": "2.",
+    "schedule.warmup_steps": "1e1",
+    "callbacks.checkpoint.save_top_k": "3.0",
+    "callbacks.samples.max_new_tokens": "2e2",
+    "callbacks.samples.top_k": "5e1",
+    "callbacks.snapshots.count": "1e1",
+}
+
+
+def test_a_whole_number_in_any_notation_is_the_same_integer():
+    others = ["optimizer.lr=1.0", "model.dropout=0.0", "minutes=null", "ema_decay=null"]
+    runs = []
+    for numbers in (WHOLE, {key: int(float(value)) for key, value in WHOLE.items()}):
+        cfg = composed(*others, *(f"{key}={value}" for key, value in numbers.items()))
+        run = RunConfig.from_hydra(cfg, in_job=False)
+        runs.append((repr(run), OmegaConf.to_yaml(cfg)))
+    assert runs[0] == runs[1]
+    assert (run.settings["optimizer"]["lr"], run.settings["model"]["dropout"]) == (1.0, 0.0)
+    assert "'lr': 1.0" in runs[0][0]  # what may be a fraction stays as it is
+    assert f"'seed': {10**18}" in runs[0][0]
+    for key in WHOLE:
+        with pytest.raises(UserError, match=rf"^{key} must be [^;]*, got 1\.5$"):
+            check_run(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=1.5"])))
 
 
 def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_a_multiple_of_eight():

@@ -146,7 +146,8 @@ def test_a_given_number_of_threads_stays(machine, monkeypatch, given):
 
 
 @pytest.mark.usefixtures("machine")
-def test_few_samples_of_a_small_model_are_decoded_by_one_thread():
+def test_few_samples_of_a_small_model_are_decoded_by_one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # as if it was not set
     small, large = make_model(n_embd=64), make_model(n_embd=384, n_head=2)
     assert [decoding_threads(small, rows) for rows in (1, 3, 4)] == [1, 1, None]
     assert decoding_threads(large, 1) is None

@@ -22,6 +22,10 @@ REFUSED = {
     "train.py max_steps='${oc.decode:a b'": "cannot parse the override max_steps=${oc.decode:a b; in a shell, write",
     "train.py model.n_head='${oc.env:OMP_NUM_THREADS}'": "model.n_head must be a number or a name, got 1; it is a text",
     "train.py max_steps='${oc.env:OMP_NUM_THREADS}'": "max_steps must be an integer ≥ 1, got 1; it is a text; a number",
+    "train.py max_steps=1.5": "max_steps must be an integer ≥ 1, got 1.5",
+    "train.py seed=9223372036854775808": "seed must be an integer ≥ 0, got 9223372036854775808; the largest is 92",
+    "train.py max_steps=1e30": "max_steps must be an integer ≥ 1, got 1e+30; the largest is 9223372036854775807",
+    "train.py +callbacks.mine._target_=__main__.Mine": "callbacks.mine._target_: Error loading '__main__.Mine'",
     "train.py logger=null": "logger=null is not a choice; write logger= with one of none, tensorboard, wandb",
     "train.py +logger.wandb.project=mine": "logger.wandb has no _target_; add logger=wandb",
     "train.py +callbacks.mine.patience=3": "callbacks.mine has no _target_; set it to the path of a class",
@@ -74,6 +78,8 @@ REFUSED = {
     "train.py model.n_layer=interval(1,3) -m": "model.n_layer=interval(1,3) is for a search; add hydra/sweeper=optuna",
     "train.py seed=3 -m": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
     "train.py seed=1,2 hydra.launcher.n_jobs=0 -m": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 0",
+    "train.py seed=1,2 hydra.launcher.n_jobs=1.5 -m": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 1.5",
+    "train.py seed=1,2 hydra/launcher=submitit_local hydra.launcher.n_jobs=1.5 -m": "hydra.launcher.n_jobs must be an",
     "train.py seed=1,2 hydra/sweeper=basic -m": "hydra/sweeper must be grid or optuna, got hydra._internal",
     "train.py seed=1,2 hydra.sweeper.prune=true eval_every=20 -m": "eval_every must be < 5 (max_steps / 4) with",
     "train.py seed=1,2 +sweep=wandb -m": "configs/sweep/wandb.yaml is for W&B's own agent",
@@ -91,6 +97,7 @@ REFUSED = {
     "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
     # sample.py
     "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",
+    "sample.py --seed 9223372036854775808": "--seed must be an integer ≥ 0, got 9223372036854775808; the largest is 92",
     "sample.py --temperature nan": "--temperature must be a finite number ≥ 0, got nan",
     "sample.py --top-p 1.01": "--top-p must be in (0, 1], got 1.01",
     "sample.py --min-p 2": "--min-p must be in [0, 1], got 2.0",
@@ -143,6 +150,14 @@ def odd_files(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/samples.txt").write_text("of the user")
     (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])
+def test_a_number_of_a_rank_in_the_environment_that_is_none_is_one_line(name, call, monkeypatch):
+    for value in ("", "two"):
+        monkeypatch.setenv(name, value)
+        expected = f"error: {name} must be an integer ≥ 0, got {value}; unset this environment variable"
+        assert one_line(call("train.py")) == expected
 
 
 @pytest.mark.parametrize("command", REFUSED)

@@ -5,12 +5,13 @@ import inspect
 import itertools
 import re
 import signal
+import sys
 import time
 
 import matplotlib.image
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
 from processes import close_output
@@ -260,6 +261,24 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train, caplog)
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
+
+
+def test_a_notebook_may_define_a_callback_and_an_optimizer(train, monkeypatch, tmp_path):
+    """The module of a notebook, and of a script, is __main__ and has no spec."""
+    ended = []
+
+    class Mine(Callback):
+        def on_train_end(self, trainer, pl_module):
+            ended.append((trainer.global_step, type(trainer.optimizers[0])))
+
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "Mine", Mine, raising=False)
+    monkeypatch.setattr(main, "make", lambda model, **_: torch.optim.SGD(model.parameters(), lr=0.1), raising=False)
+    monkeypatch.chdir(tmp_path)  # from which modules are imported
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    train("+callbacks.mine._target_=__main__.Mine", "optimizer._target_=__main__.make", "max_steps=2")
+    assert ended == [(2, torch.optim.SGD)]
 
 
 def test_curves_are_logged_to_tensorboard(train):

@@ -60,8 +60,8 @@ def snapshot_path(folder: str | Path, step: int) -> Path:
 
 
 def find_snapshots(folder: str | Path) -> dict[int, Path]:
-    """Return the snapshots of a run folder by step, in their order."""
-    files = {file.stem.removeprefix("step-"): file for file in (Path(folder) / SNAPSHOTS).glob("step-*.safetensors")}
+    """Return the snapshots of a run folder by step, in their order; a file such as step-old.safetensors is none."""
+    files = {file.stem.removeprefix("step-"): file for file in Path(folder, SNAPSHOTS).glob("step-*.safetensors")}
     return dict(sorted((int(step), file) for step, file in files.items() if step.isdecimal()))
 
 

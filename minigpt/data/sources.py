@@ -18,7 +18,7 @@ from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
 from minigpt.utils.scripts import import_extra
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import env_number, warn
 
 _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
 
@@ -113,7 +113,7 @@ def spool_stdin(folder: Path) -> str:
     """
     if spooled := os.environ.get(_STDIN_FILE):
         return spooled
-    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
+    if env_number("WORLD_SIZE", env_number("SLURM_NTASKS", 1)) > 1:
         raise UserError("data.path=- cannot be read by several processes; save the text and set data.path to its file")
     if sys.stdin is None or sys.stdin.isatty():
         raise UserError(

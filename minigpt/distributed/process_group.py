@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from minigpt.utils.cli import error_text, explain
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.terminal import warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
@@ -34,7 +34,16 @@ def started_together() -> tuple[int, int] | None:
 
 
 def join_ranks() -> None:
-    """Initialize the process group of the ranks that torchrun or srun started; Lightning uses it too."""
+    """Initialize the process group of the ranks that torchrun or srun started; Lightning uses it too.
+
+    Raises:
+        UserError: an environment variable by which ranks are numbered is no integer.
+    """
+    for name in (  # which Lightning reads as integers, some of them when it is imported
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", "JSM_NAMESPACE_RANK", "SLURM_LOCALID"),
+        *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
+    ):
+        require(name, os.environ.get(name, "0"), str.isdecimal, "an integer ≥ 0", "unset this environment variable")
     set_timeout(PATIENCE)
     if not (started := started_together()) or _group():
         return

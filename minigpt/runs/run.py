@@ -163,6 +163,6 @@ def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
 
 def _find_own_modules(cfg: DictConfig) -> None:
     """Let modules of the working folder be imported if a `_target_` names one that is not installed."""
-    packages = re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
+    packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()  # __main__ has no spec
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())

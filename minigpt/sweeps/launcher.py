@@ -31,12 +31,12 @@ from minigpt.runs.overrides import quote_override
 from minigpt.runs.run import train
 from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import Point
-from minigpt.utils.checks import POSITIVE_INT, or_null
+from minigpt.utils.checks import POSITIVE_INT, as_integer, or_null
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.scripts import ROOT, import_extra
 from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, handle_signals
-from minigpt.utils.terminal import log
+from minigpt.utils.terminal import env_number, log
 
 _busy = threading.Lock()  # held while this worker runs a job
 
@@ -97,6 +97,7 @@ class Launcher(hydra_launcher.Launcher):
 
     points: Sequence[Point]  # one per job
     most_jobs: int  # of any launch of the sweep
+    n_jobs: int | None  # at a time
     on_end: Callable[[Point, str], None]  # called for each job that ended, with the reason if it failed
     batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
@@ -104,6 +105,7 @@ class Launcher(hydra_launcher.Launcher):
         sweeper, ours = config.hydra.sweeper["_target_"], "hydra_plugins.minigpt_sweeps."
         advice = "or set hydra/launcher=basic"
         require("hydra/sweeper", sweeper, lambda name: name.startswith(ours), "grid or optuna", advice)
+        require("hydra.launcher.n_jobs", self.n_jobs, *or_null(POSITIVE_INT))
         self.config = config
         self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
 
@@ -180,9 +182,8 @@ class Joblib(Launcher):
     """
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
-        for name, value in (("n_jobs", n_jobs), ("threads", threads)):
-            require(f"hydra.launcher.{name}", value, *or_null(POSITIVE_INT))
-        self.n_jobs, self.threads = n_jobs, threads
+        self.n_jobs, self.threads = map(as_integer, (n_jobs, threads))
+        require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
 
     def start(self, jobs: int) -> list[Any]:
         from loky import cpu_count
@@ -191,7 +192,7 @@ class Joblib(Launcher):
         one_device = trainer.devices == 1
         gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
         workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
-        threads = self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // workers)
+        threads = self.threads or env_number("OMP_NUM_THREADS", 0) or max(1, cores // workers)
         log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
         env = {"OMP_NUM_THREADS": str(threads)}
         envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
@@ -252,8 +253,10 @@ class Submitit(Launcher):
     """
 
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
-        self.cluster, self.n_jobs = cluster, n_jobs
-        self.parameters = {"slurm_array_parallelism": n_jobs, **parameters}
+        self.cluster, self.n_jobs = cluster, as_integer(n_jobs)
+        self.parameters = {
+            name: as_integer(value) for name, value in {"slurm_array_parallelism": n_jobs, **parameters}.items()
+        }
         self.name = f"hydra/launcher=submitit_{cluster}"
         self.submitit = import_extra("submitit", self.name, "submitit")
 

@@ -33,6 +33,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def as_integer(value: Any) -> Any:
+    """Return a whole number that is written as a float, such as 1e4, as an int, and any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 BOOLEAN: Rule = (lambda v: isinstance(v, bool), "true or false")
 POSITIVE_INT = integer(1)
 NON_NEGATIVE_INT = integer(0)

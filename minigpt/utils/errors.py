@@ -39,4 +39,6 @@ def require(key: str, value: object, accepts: Callable[[Any], bool], expected: s
         advice: the next step, if there is one.
     """
     if not accepts(value):
+        if isinstance(value, int | float) and value >= 1 << 63 and "integer ≥" in expected:
+            advice = f"the largest is {(1 << 63) - 1}"
         raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))

@@ -25,10 +25,14 @@ def warn(message: str) -> None:
 
 def is_rank_zero() -> bool:
     """Return whether this process is rank 0, by the environment variables of torchrun, Lightning or srun."""
-    env = os.environ
-    if "RANK" not in env and "LOCAL_RANK" in env:  # Lightning
-        return env["LOCAL_RANK"] == env.get("NODE_RANK", "0") == "0"
-    return int(env.get("RANK", env.get("SLURM_PROCID", 0))) == 0
+    if "RANK" not in os.environ and "LOCAL_RANK" in os.environ:  # Lightning
+        return env_number("LOCAL_RANK", 0) == env_number("NODE_RANK", 0) == 0
+    return env_number("RANK", env_number("SLURM_PROCID", 0)) == 0
+
+
+def env_number(name: str, default: int) -> int:
+    """Return the number with which an environment variable begins, 4 of "4,2"; `default` if it begins with none."""
+    return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
 
 
 def log(line: str) -> None:

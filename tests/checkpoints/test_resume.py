@@ -99,6 +99,17 @@ def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, dama
     assert ("1 of its rows are dropped" in capsys.readouterr().err) == bool(damaged)
 
 
+def test_a_file_of_the_user_beside_the_checkpoints_is_no_checkpoint(train, trained, tmp_path):
+    whole = trained(*OFTEN)
+    folder = broken_off(whole, 14, tmp_path / "killed")
+    mine = [folder / "checkpoints" / f"step-{name}.safetensors" for name in ("old", "7-copy", "")]
+    for file in mine:
+        file.write_text("mine")
+    assert train(*OFTEN, "callbacks.checkpoint.save_top_k=1", "resume=auto", folder=folder).summary["steps"] == 20
+    check_same_end(whole, folder)
+    assert [file.read_text() for file in mine] == ["mine"] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_two_processes_resume_bit_for_bit(text, tmp_path):

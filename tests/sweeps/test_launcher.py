@@ -36,6 +36,17 @@ def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, thr
     assert [worker.get("CUDA_VISIBLE_DEVICES") for worker in workers] == gpus
 
 
+@pytest.mark.parametrize(
+    ("given", "threads"), [("4,2", 4), (" 3 , 1", 3), ("", 2), ("0", 2), ("auto", 2), (",4", 2), ("-1", 2)]
+)
+def test_workers_have_the_first_number_of_omp_num_threads_if_it_has_one(monkeypatch, given, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr("loky.cpu_count", lambda: 4)
+    joblib = Joblib(n_jobs=2.0, threads=None)
+    joblib.config = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 1}})
+    assert [worker.env for worker in joblib.start(9)] == [{"OMP_NUM_THREADS": str(threads)}] * 2
+
+
 def test_without_an_environment_variable_gpus_are_those_of_the_machine(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)

@@ -47,7 +47,7 @@ class Engine:
         self.launches.append({})
         for point, overrides in zip(self.points, job_overrides, strict=True):
             settings = dict(override.partition("=")[::2] for override in overrides)
-            every, last = int(settings.get("eval_every", 1)), int(settings.get("max_steps", 1))
+            every, last = (int(float(settings.get(key, 1))) for key in ("eval_every", "max_steps"))
             self.launches[-1][point.folder.name] = end = int(settings.get("pause_at", last))
             self.jobs -= 1
             if (killed := self.jobs < 0) and self.damage == 0:
@@ -232,6 +232,17 @@ def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(p
     assert {(point.identity, point.folder.name) for point in before if not point.reason} < kept
     assert [point.status for point in after.points] == [COMPLETED] * 3
     assert latest.resolve() == first
+
+
+def test_a_number_in_another_notation_is_the_same_point(plan):
+    before = plan("max_steps=1e3,2e3,1000", "data.batch_size=4.0").points
+    assert [point.reason for point in before] == ["", "", SAME]
+    assert [point.settings["max_steps"] for point in before] == [1000, 2000, 1000]
+    after = plan("max_steps=2000,3000", "data.batch_size=4", "resume=auto")
+    assert [config.max_steps for config in after.engine.configs] == [3000]  # the other point is completed
+    read = read_sweep(after.folder)
+    assert {repr(point.value("max_steps")) for point in read if point.status == COMPLETED} == {"1000", "2000", "3000"}
+    assert {repr(point.value("data.batch_size")) for point in read} == {"4"}
 
 
 def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):

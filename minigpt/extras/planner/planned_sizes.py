@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from minigpt.run_config import use_integers
 from minigpt.runs.overrides import given_settings
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.errors import require
@@ -15,9 +16,12 @@ HEAD_WIDTH = 32
 def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a run configuration with sizes that a plan could choose around the overrides, for checks.
 
+    Whole numbers in `cfg`, from which the plan is made too, become integers.
+
     Raises:
         UserError: as `planned_heads`.
     """
+    use_integers(cfg)
     if "model" in (given := given_settings(overrides)):
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats

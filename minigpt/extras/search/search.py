@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from minigpt.sweeps.pruning import loss_at, paused_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper, values_of
-from minigpt.utils.checks import POSITIVE_INT
+from minigpt.utils.checks import POSITIVE_INT, as_integer
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
@@ -34,9 +34,9 @@ class Search(Sweeper):
 
     def __init__(self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int) -> None:
         super().__init__(params, prune)
-        require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
-        require("hydra.sweeper.batch", batch, *POSITIVE_INT)
-        self.n_trials, self.batch, self.seed = n_trials, batch, seed
+        self.n_trials, self.batch, self.seed = map(as_integer, (n_trials, batch, seed))
+        require("hydra.sweeper.n_trials", self.n_trials, *POSITIVE_INT)
+        require("hydra.sweeper.batch", self.batch, *POSITIVE_INT)
 
     def batches(self) -> Iterator[Sequence[Point]]:
         paused = any(refresh(point).status == PAUSED for point in self.existing.values())
