@@ -14,6 +14,8 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import PIP_INSTALL, ArgumentParser, usage
 from minigpt.utils.terminal import log
 
+ORIGIN = re.compile(r"[a-z][\w+.-]*://[^/\s*]+")
+
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
@@ -39,7 +41,9 @@ def main() -> None:
     if key is not None:
         require("--api-key", "this key", lambda _: re.fullmatch(r"[!-~]+", key), "printable ASCII without spaces")
     for origin in args.allow_origin:
-        require("--allow-origin", origin, lambda text: re.fullmatch(r"https?://[^/\s*]+", text), "http(s)://HOST:PORT")
+        require(
+            "--allow-origin", origin, lambda text: ORIGIN.fullmatch(text), "an origin such as http://localhost:3000"
+        )
     found = find_models(args.runs)
     try:
         import starlette  # noqa: F401

@@ -135,7 +135,7 @@ REFUSED = {
     "serve.py RUN --port -1": "--port must be an integer in [0, 65535], got -1",
     "serve.py RUN --host no.invalid --port 0 --api-key k": "--host no.invalid --port 0 cannot be opened",
     "serve.py RUN --api-key ''": "--api-key must be printable ASCII without spaces",
-    "serve.py RUN --allow-origin *": "--allow-origin must be http(s)://HOST:PORT, got *",
+    "serve.py RUN --allow-origin *": "--allow-origin must be an origin such as http://localhost:3000, got *",
     "serve.py RUN --port 0 --device tpu": "--device must be one of auto, ",
     # minigpt
     "__main__.py sweep_report": "minigpt sweep_report does not exist (did you mean sweep-report?); ",

@@ -15,9 +15,9 @@ from starlette.routing import Route
 from minigpt.extras.playground.engine import Engine, QueueFull, TokenStream
 from minigpt.extras.playground.loaded_models import LoadError, Models, UnknownModel
 from minigpt.generation_settings import RULES, Sampling
-from minigpt.utils.checks import Rule, is_number
+from minigpt.utils.checks import CLOSED_FRACTION, Rule, as_integer, integer, is_number
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.terminal import log, sanitize_line
 
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
@@ -133,10 +133,21 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     values = {}
     for name, (default, (accepts, expected)) in settings.items():
         given = body.get(name)
-        if (given is not None or default is REQUIRED) and not accepts(given):
-            raise ApiError(400, f"{name} must be {expected}, got {given}", param=name)
+        if given is not None or default is REQUIRED:
+            try:
+                require(name, given, accepts, expected)
+            except UserError as error:
+                raise ApiError(400, str(error), param=name) from error
         values[name] = default if given is None else given
     return values
+
+
+def sampling(values: Mapping[str, Any]) -> Sampling:
+    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and llama.cpp."""
+    given = {name: values[name] for name in SAMPLING}
+    given["top_k"] = max(0, given["top_k"] or 0) or None
+    given["top_p"] = given["top_p"] or None
+    return Sampling(**given)
 
 
 def is_ids(value: Any) -> bool:
@@ -154,7 +165,7 @@ async def _read_json(request: Request) -> dict[str, Any]:
             message = f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes"
             raise ApiError(413, message, headers={"Connection": "close"})
     try:
-        values = json.loads(body)
+        values = json.loads(body, parse_float=_parse_number)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body of a request must be JSON ({error})") from error
     if not isinstance(values, dict):
@@ -162,9 +173,17 @@ async def _read_json(request: Request) -> dict[str, Any]:
     return values
 
 
+def _parse_number(text: str) -> float:
+    """Return a whole number as an integer: some clients send all numbers as floats, such as max_tokens 8.0."""
+    number = float(text)
+    return as_integer(number) if abs(number) < 1 << 53 else number
+
+
 REQUIRED = object()  # as a default
 MODEL: Settings = {"model": (REQUIRED, (lambda v: isinstance(v, str), "a name of GET /v1/models"))}
 SAMPLING: Settings = {
     **{field.name: (field.default, RULES[field.name]) for field in fields(Sampling)},
+    "top_k": (None, integer(-1)),
+    "top_p": (None, CLOSED_FRACTION),
     "temperature": (1.0, (lambda v: is_number(v) and 0 <= v <= 100, "in [0, 100]")),
 }

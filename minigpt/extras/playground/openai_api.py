@@ -25,8 +25,7 @@ from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token, TokenStream
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.generation import check_ids
-from minigpt.generation_settings import Sampling
-from minigpt.utils.checks import BOOLEAN, NON_NEGATIVE_INT, integer
+from minigpt.utils.checks import BOOLEAN, integer
 from minigpt.utils.errors import UserError
 
 MAX_SAMPLES = 128  # of a request
@@ -89,7 +88,7 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     """
     call = SimpleNamespace(**{"tokenizer": engine.tokenizer, "chat": chat, "echo": False} | values)
     if chat:
-        contents = (message["content"] for message in call.messages)
+        contents = (message.get("content") or "" for message in call.messages)
         texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents]
         messages = [{"role": m["role"], "content": text} for m, text in zip(call.messages, texts, strict=True)]
         call.prompts = [messages if engine.tokenizer.encode_chat else "\n".join(texts)]
@@ -97,7 +96,8 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
         call.max_tokens = call.max_completion_tokens or call.max_tokens
     else:
         single = isinstance(call.prompt, str) or isinstance(call.prompt[0], int)
-        call.prompts, call.n_top = [call.prompt] if single else call.prompt, call.logprobs
+        call.prompts = [call.prompt] if single else call.prompt
+        call.n_top = None if call.logprobs is False else call.logprobs
     if len(call.prompts) * call.n > MAX_SAMPLES:
         message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
         raise http.ApiError(400, message, param="n")
@@ -105,9 +105,9 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     in_chat = chat and engine.tokenizer.encode_chat is not None  # where any special token ends a turn
     ends = special.values() if in_chat else [special[text] for text in stops if text in special]
     call.stop = (*stops, *ends, *engine.end_ids)
-    call.seed = random.getrandbits(32) if call.seed is None else call.seed
+    call.seed = random.getrandbits(32) if call.seed in (None, -1) else call.seed
     call.include_usage = call.stream_options.get("include_usage") is True
-    call.sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
+    call.sampling = http.sampling(values)
     return call
 
 
@@ -239,6 +239,8 @@ def _is_message(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
+    if content is None:
+        return value["role"] == "assistant" and not (value.get("tool_calls") or value.get("function_call"))
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts)
 
@@ -250,26 +252,35 @@ def _is_stop(value: Any) -> bool:
 
 # Settings that clients send and that change no result:
 _IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
-_IGNORED += ["tool_choice", "parallel_tool_calls"]  # without tools
+_IGNORED += ["prompt_cache_retention", "cache_prompt"]
+_IGNORED += ["tool_choice", "function_call", "parallel_tool_calls"]  # without tools
+_STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second has no effect: it pads events in their length
 _COMMON: http.Settings = {
     **http.MODEL,
     **http.SAMPLING,
     **dict.fromkeys(_IGNORED, (None, (lambda v: True, ""))),
     "n": (1, integer(1, MAX_SAMPLES)),
     "stop": ((), (_is_stop, "a non-empty string or a list of up to 4")),
-    "seed": (None, NON_NEGATIVE_INT),
+    "seed": (None, integer(-1)),  # -1 is random, as in vLLM and llama.cpp
     "stream": (False, BOOLEAN),
-    "stream_options": ({}, (lambda v: isinstance(v, dict) and v.keys() <= {"include_usage"}, "include_usage or null")),
+    "stream_options": (
+        {},
+        (lambda v: isinstance(v, dict) and v.keys() <= _STREAM_OPTIONS, "include_usage, include_obfuscation or null"),
+    ),
     # Settings with one supported value:
     "best_of": (1, (lambda v: v == 1, "1")),
     "modalities": (None, (lambda v: v == ["text"], '["text"]')),
     "response_format": (None, (lambda v: v == {"type": "text"}, '{"type": "text"}')),
+    "reasoning_effort": (None, (lambda v: v == "none", '"none"')),
+    "verbosity": (None, (lambda v: v == "medium", '"medium"')),
+    **dict.fromkeys(("repeat_penalty", "typical_p", "length_penalty"), (None, (lambda v: v == 1, "1"))),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, (lambda v: v is True, "true"))),
 }
 _COMPLETION: http.Settings = {
     **_COMMON,
     "prompt": (http.REQUIRED, (_is_prompt, "a text, token ids, or a list of them")),
     "max_tokens": (16, integer(0, http.MAX_TOKENS)),
-    "logprobs": (None, integer(0, 20)),
+    "logprobs": (None, (lambda v: v is False or integer(0, 20)[0](v), integer(0, 20)[1])),
     "echo": (False, BOOLEAN),
 }
 _CHAT: http.Settings = {

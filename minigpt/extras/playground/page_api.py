@@ -22,7 +22,6 @@ from minigpt.extras.playground.export_html import MAX_MAP_TOKENS, describe
 from minigpt.extras.playground.history import read_history, run_status
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.generation import check_ids
-from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require
@@ -85,7 +84,7 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
 
 
 async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
-    sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
+    sampling = http.sampling(values)
     prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.end_ids)
     tokens = engine.generate(SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
     lines = (_line(_to_json(engine, token, token.text)) async for token in tokens if token.reason != "stop")

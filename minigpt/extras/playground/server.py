@@ -27,6 +27,10 @@ from minigpt.extras.playground.openai_api import api_routes
 from minigpt.extras.playground.page_api import page_routes
 from minigpt.utils.errors import UserError
 
+# Origins of extensions of the browser and of apps, which the user installed; no web site can have one.
+_INSTALLED = re.compile(
+    r"(chrome-extension|moz-extension|safari-web-extension|app|tauri|capacitor|vscode-webview|vscode-file)://[^/\s]+"
+)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -48,6 +52,8 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
         return json_response({"status": "ok"})
 
     async def to_response(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and "endpoint" not in request.scope:  # no route, and no file of the page
+            error = not_found(request.method, request.scope["path"])
         return ApiError.of(error).response()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,10 +72,20 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
     return CORSMiddleware(
         guarded,
         allow_origins=origins,
+        allow_origin_regex=_INSTALLED.pattern,
         allow_methods=("GET", "POST"),
         allow_headers=["*"],
         allow_private_network=True,  # of a web site that is not on this computer
     )
+
+
+def not_found(method: str, path: str) -> ApiError:
+    """Return the error of a path that does not exist, with the address that its client may mean."""
+    single = re.sub("/+", "/", path)
+    meant = re.search(r"/(chat/completions|completions|models(/.+)?)/?$", single)
+    address = f"/v1/{meant[1]}" if meant else single
+    advice = "" if address == path else f"; use {address} (the base URL of a client ends with /v1)"
+    return ApiError(404, f"{method} {path} does not exist{advice}")
 
 
 def check_request(scope: Scope, *, host: str, key: str | None, origins: Collection[str]) -> None:
@@ -77,6 +93,7 @@ def check_request(scope: Scope, *, host: str, key: str | None, origins: Collecti
 
     A web site can send requests to servers of the computer on which it is read. They have its Origin; after DNS
     rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
+    Extensions of the browser and apps may use the server.
 
     Args:
         host: the address or name that the server is bound to.
@@ -90,11 +107,13 @@ def check_request(scope: Scope, *, host: str, key: str | None, origins: Collecti
     # On all interfaces, any address is enough: only names are rebound.
     if not (is_loopback(name) or name == host or (host in ("0.0.0.0", "::") and _is_address(name))):
         raise ApiError(403, f"Host must be a loopback address or {host}, got {given}; see --host")
-    if origin is not None and origin not in (f"{scope['scheme']}://{given}", *origins):
+    known = (None, f"{scope['scheme']}://{given}", *origins)
+    if origin not in known and not _INSTALLED.fullmatch(origin or ""):
         raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
-    sent = headers.get("authorization", "").encode()
+    kind, _, sent = headers.get("authorization", "").partition(" ")
+    is_known = kind.lower() == "bearer" and compare_digest(sent.strip().encode(), (key or "").encode())
     private = scope["path"].startswith(("/v1/", "/api/"))
-    if key and private and not compare_digest(sent, f"Bearer {key}".encode()):
+    if key and private and not is_known:
         message = "the key is wrong or missing; send the header Authorization: Bearer KEY"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

@@ -24,6 +24,7 @@ SETTINGS = {"temperature": 0.9, "top_p": 0.95}
 OURS = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+EMPTY = {"role": "assistant", "content": None}
 IMAGE = {"type": "image_url", "image_url": "x"}
 
 
@@ -244,10 +245,20 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "a" * 65537}, "prompt must have at most 65,536 tokens, got 65,537"),
     (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty is not supported with this value"),
     (COMPLETIONS, {"best_of": 2}, "best_of must be 1, got 2"),
+    (COMPLETIONS, {"top_k": -2}, "top_k must be an integer ≥ -1, got -2"),
+    (COMPLETIONS, {"top_p": 1.5}, "top_p must be in [0, 1], got 1.5"),
+    (COMPLETIONS, {"max_tokens": 8.5}, "max_tokens must be an integer in [0, 65536], got 8.5"),
+    (COMPLETIONS, {"seed": 2**63}, f"seed must be an integer ≥ -1, got {2**63}; the largest is {2**63 - 1}"),
+    (COMPLETIONS, {"repeat_penalty": 1.1}, "repeat_penalty must be 1, got 1.1"),
+    (COMPLETIONS, {"stream_options": {"other": True}}, "stream_options must be include_usage, include_obfuscation or"),
+    (CHAT, {"reasoning_effort": "high", "messages": HELLO}, 'reasoning_effort must be "none", got high'),
+    (CHAT, {"verbosity": "low", "messages": HELLO}, 'verbosity must be "medium", got low'),
     (COMPLETIONS, {"model": 3}, "model must be a name of GET /v1/models, got 3"),
     (COMPLETIONS, {"model": "no\ud800"}, "the model 'no\\ud800' does not exist; GET /v1/models lists all"),
     (CHAT, {"messages": []}, "messages must be a list of messages of text, got []"),
     (CHAT, {"messages": [HELLO[0] | {"content": [IMAGE]}]}, "messages must be a list of messages of text"),
+    (CHAT, {"messages": [HELLO[0] | {"content": None}]}, "messages must be a list of messages of text"),
+    (CHAT, {"messages": [EMPTY | {"tool_calls": [{"id": "a"}]}]}, "messages must be a list of messages of text"),
     ("/api/score", {"text": 3}, "text must be a text, got 3"),
     ("/api/score", {"text": "a" * 32_769}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
     ("/api/score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
@@ -278,6 +289,78 @@ def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
     chat = {"tools": [], "tool_choice": "auto", "metadata": {"a": "b"}, "store": False}
     chat |= {"response_format": {"type": "text"}, "modalities": ["text"]}
     assert post(http, CHAT, messages=HELLO, max_tokens=1, **chat).status_code == 200
+
+
+def test_neutral_values_are_accepted(http: httpx.Client, client: openai.OpenAI) -> None:
+    neutral: Any = {"repeat_penalty": 1.0, "typical_p": 1, "skip_special_tokens": True, "logprobs": False}
+    assert post(http, prompt="a", max_tokens=1, **neutral).json()["choices"][0]["logprobs"] is None
+    extra = {"function_call": "none", "tool_calls": []}
+    chunks = client.chat.completions.create(
+        model="tiny",
+        messages=[*HELLO, {"role": "assistant", "content": None}],  # type: ignore[list-item]
+        max_tokens=3,
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        reasoning_effort="none",
+        verbosity="medium",
+        tool_choice="none",
+        extra_body=extra,
+    )
+    assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [3]
+
+
+def test_a_message_without_content_is_empty(http: httpx.Client) -> None:
+    options = {"max_tokens": 8, "seed": 1}
+    for empty in (EMPTY, {"role": "assistant"}, EMPTY | {"tool_calls": [], "function_call": None}):
+        answers = [post(http, CHAT, messages=[*HELLO, m], **options).json() for m in (empty, EMPTY | {"content": ""})]
+        assert answers[0]["choices"] == answers[1]["choices"]
+        assert answers[0]["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+
+
+@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 0.0, "top_k": -1.0}])
+def test_a_filter_is_off_with_the_values_of_other_servers(http: httpx.Client, run: Path, off: dict[str, Any]) -> None:
+    expected = texts(run, ["ROMEO:"], max_new_tokens=20, seed=2, temperature=1.5)
+    choices = post(http, prompt="ROMEO:", max_tokens=20, seed=2, temperature=1.5, **off).json()["choices"]
+    assert [choice["text"] for choice in choices] == expected
+    ids = list(b"ROMEO:")
+    lines = post(http, "/api/generate", ids=ids, max_tokens=20, seed=2, temperature=1.5, **off).text.splitlines()
+    assert "".join(json.loads(line)["text"] for line in lines) == expected[0]
+
+
+def test_whole_numbers_may_be_floats(http: httpx.Client) -> None:
+    whole = {"prompt": [[82, 79], [77]], "max_tokens": 8, "n": 2, "seed": 7, "top_k": 20, "logprobs": 2, "best_of": 1}
+    floats = {key: float(value) for key, value in whole.items() if key != "prompt"} | {"prompt": [[82.0, 79.0], [77.0]]}
+    assert post(http, **floats).json()["choices"] == post(http, **whole).json()["choices"]
+    shown = {"ids": [82, 79], "layer": 1, "head": 0}
+    floats = {"ids": [82.0, 79.0], "layer": 1.0, "head": 0.0}
+    assert post(http, "/api/attention", **floats).content == post(http, "/api/attention", **shown).content
+    drawn = {post(http, prompt="a", seed=-1, max_tokens=20).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(drawn) == 3  # -1 is a random seed
+
+
+WRONG_PATHS = {
+    "//v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/v1/chat/completions": CHAT,
+    "/v1//chat//completions": CHAT,
+    "/completions": COMPLETIONS,
+    "/v1/chat/completions/completions": COMPLETIONS,
+    "/models": "/v1/models",
+    "//v1/models/a/b": "/v1/models/a/b",
+    "//api/score": "/api/score",
+    "//health": "/health",
+}
+
+
+@pytest.mark.parametrize("path", WRONG_PATHS)
+def test_a_wrong_address_is_an_error_that_names_the_right_one(path: str, url: str, http: httpx.Client) -> None:
+    for method in ("GET", "POST"):
+        response = http.request(method, f"{url}{path}", json={"model": "tiny"})
+        expected = f"{method} {path} does not exist; use {WRONG_PATHS[path]} (the base URL of a client ends with /v1)"
+        assert (response.status_code, response.json()["error"]["message"]) == (404, expected)
+    for method, other in (("POST", "/v1/embeddings"), ("GET", "/v2/nothing")):
+        response = http.request(method, other)
+        assert (response.status_code, response.json()["error"]["message"]) == (404, f"{method} {other} does not exist")
 
 
 def test_every_http_error_is_json(http: httpx.Client) -> None:
@@ -336,9 +419,27 @@ def test_other_web_sites_are_refused_unless_allowed(run: Path, url: str, http: h
             assert response.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
 
 
+INSTALLED = ["chrome-extension://abcdefghijklmnop", "moz-extension://0b5a-11", "app://obsidian.md", "tauri://localhost"]
+
+
+@pytest.mark.parametrize("origin", INSTALLED)
+def test_extensions_of_the_browser_and_apps_may_use_the_server(origin: str, http: httpx.Client, run: Path) -> None:
+    headers = {"Origin": origin}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    preflight = http.options(CHAT, headers=headers | asked)
+    answer = http.post(CHAT, json={"model": "tiny", "messages": HELLO, "max_tokens": 1}, headers=headers)
+    for response in (preflight, answer):
+        assert response.status_code == 200
+        assert response.headers["Access-Control-Allow-Origin"] == origin
+    assert http.get("/v1/models", headers=headers | {"Host": "example.com"}).status_code == 403
+    for other in (f"https://{origin.partition('://')[2]}", f"https://x/{origin}", f"x{origin}", f"{origin} https://x"):
+        assert http.get("/v1/models", headers={"Origin": other}).status_code == 403
+        assert http.options(CHAT, headers={"Origin": other} | asked).status_code == 400
+
+
 def test_the_key_is_required(run: Path) -> None:
     with serving([run], key="secret", host="0.0.0.0") as server:
-        for value in ("", "Bearer", "secret", "Bearer wrong", "Bearer secrets", "Bearer sécret"):
+        for value in ("", "Bearer", "secret", "Basic secret", "Bearer wrong", "Bearer secrets", "Bearer sécret"):
             response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": value.encode()})
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
@@ -346,6 +447,10 @@ def test_the_key_is_required(run: Path) -> None:
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
         assert openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret").models.list().data
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        for value in ("bearer secret", "BEARER secret", "Bearer  secret"):
+            assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": value}).status_code == 200
+        for origin in ("app://obsidian.md", "moz-extension://a"):  # needs the key too
+            assert httpx.get(f"{server.url}/v1/models", headers={"Origin": origin}).status_code == 401
         own = {"Authorization": "Bearer secret", "Host": "192.168.0.7:8000"}
         assert httpx.get(f"{server.url}/v1/models", headers=own).status_code == 200
         assert httpx.get(f"{server.url}/v1/models", headers=own | {"Host": "example.com"}).status_code == 403
