@@ -122,9 +122,28 @@ def curves() -> Iterator[None]:
         yield
 
 
+# What browsers of 2022 lack, Firefox 102 among them; pages must work without it.
+NEWER_THAN_2022 = """
+    for (const [object, names] of [
+        [Array.prototype, ["findLast", "findLastIndex", "group", "toReversed", "toSorted", "toSpliced", "with"]],
+        [Object.getPrototypeOf(Int8Array.prototype), ["findLast", "findLastIndex", "toReversed", "toSorted", "with"]],
+        [Object.getPrototypeOf(Object.getPrototypeOf([].values())), ["drop", "filter", "flatMap", "map", "take"]],
+        [String.prototype, ["isWellFormed", "toWellFormed"]],
+        [Element.prototype, Object.keys(Element.prototype).filter(name => /^aria[A-Z]/.test(name))],
+        [HTMLElement.prototype, ["inert", "popover", "showPopover", "hidePopover", "togglePopover"]],
+        [Set.prototype, ["union", "intersection", "difference", "isSubsetOf", "isSupersetOf", "isDisjointFrom"]],
+        [AbortSignal, ["any", "timeout"]], [Array, ["fromAsync"]], [Map, ["groupBy"]], [Object, ["groupBy"]],
+        [Promise, ["try", "withResolvers"]], [Response.prototype, ["bytes"]], [Uint8Array, ["fromBase64", "fromHex"]],
+        [URL, ["canParse", "parse"]],
+        [window, ["CompressionStream", "DecompressionStream", "TextDecoderStream", "TextEncoderStream"]],
+        [window, ["Float16Array", "Highlight", "Iterator", "navigation", "scheduler"]],
+    ]) for (const name of names) delete object[name];
+"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium, of selenium."""
+    """Headless Chromium, of selenium, with the functions of a browser of 2022."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     driver = shutil.which("chromedriver")
@@ -136,6 +155,7 @@ def browser() -> Iterator[Any]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NEWER_THAN_2022})
     yield browser
     browser.quit()
 

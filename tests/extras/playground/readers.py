@@ -82,7 +82,7 @@ class Reader:
         self.wait_for_weights()
 
     def wait_for_weights(self) -> None:
-        wait_until(lambda: self.find(".weights").get_property("ariaBusy") == "false")
+        wait_until(lambda: self.find(".weights").get_attribute("aria-busy") == "false")
 
     def attended(self) -> list[list[str]]:
         """Weight, context, token and distance of each row of the list of tokens that the selected one attends to."""

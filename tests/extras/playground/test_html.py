@@ -21,7 +21,7 @@ from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.config import UP_PROJECTIONS
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from minigpt.extras.huggingface.export_huggingface import export_model
-from minigpt.extras.playground.export_html import export_html, render
+from minigpt.extras.playground.export_html import PAGE, export_html, render
 from minigpt.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
 
@@ -102,6 +102,8 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name, open_page, tmp_path):
     known = [text.replace("\ud800", "") for text in texts]
     tokenizer, texts = make_tokenizer(name, known), known if name == "char" else texts
     run = open_page(export(random_model(vocab_size=tokenizer.vocab_size + 1, n_layer=1), tokenizer, tmp_path))
+    assert not run("return 'toWellFormed' in String.prototype")  # which older browsers lack
+    assert name == "char" or any("\ud800" in text for text in texts)
     encode = "return JSON.parse(arguments[0]).map(text => backend.tokenizer.encode(text))"
     encoded = run(encode, json.dumps(texts))  # JSON in ASCII can contain lone surrogates
     assert encoded == [tokenizer.encode(text).tolist() for text in texts]
@@ -158,6 +160,11 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
     assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
     assert "src=" not in page
     assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+
+
+def test_the_style_has_no_feature_that_browsers_of_2022_lack() -> None:
+    newer = r"color-mix|:has\(|@container|@layer|@scope|light-dark|oklch|field-sizing|text-wrap|\d[dls]v[hw]|@property"
+    assert re.findall(newer, (PAGE / "style.css").read_text()) == []
 
 
 def test_numbers_that_json_lacks_are_an_error_before_the_page_is_written() -> None:

@@ -110,7 +110,7 @@ def test_play_passes_every_step_and_ends_at_the_trained_model(in_file: Reader) -
         window.setInterval = (function_, ms) => setInterval(function_, ms / 5);
         new MutationObserver(() => seen.push(output.value)).observe(output, {childList: true});""")
     play = reader.find("#time button")
-    reader.run("arguments[0].click(); seen.push(arguments[0].ariaLabel)", play)
+    reader.run("arguments[0].click(); seen.push(arguments[0].getAttribute('aria-label'))", play)
     wait_until(lambda: play.accessible_name == "Play the training")
     passed = list(dict.fromkeys(reader.run("return seen")))
     assert passed == ["Pause", *(f"step {step:,}" for step in STEPS), TRAINED]
@@ -122,7 +122,8 @@ def curves(reader: Reader, label: str) -> SimpleNamespace:
     """The legend of a plot, the places of the points of each line, and the place of its mark, or None."""
     legend, lines, mark = reader.run(
         """
-        const plot = [...document.querySelectorAll(".plot")].find(e => e.ariaLabel.startsWith(arguments[0]));
+        const named = plot => plot.getAttribute("aria-label").startsWith(arguments[0]);
+        const plot = [...document.querySelectorAll(".plot")].find(named);
         const places = line => line.getAttribute("points").split(" ").map(point => point.split(",").map(Number));
         const legend = [...plot.previousSibling.children].map(name => name.textContent);
         return [legend, [...plot.querySelectorAll("polyline")].map(places),

@@ -229,7 +229,7 @@ class Page {
   setGenerating(generating) {
     const panels = document.querySelector("aside");
     if (panels.contains(document.activeElement)) this.first.field.focus({preventScroll: true});
-    panels.inert = generating;
+    panels.toggleAttribute("inert", generating);
     this.generating = this.first.field.readOnly = generating;
     if (generating) this.started = performance.now();
     this.select(this.first, this.first.selected);

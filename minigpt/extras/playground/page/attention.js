@@ -58,6 +58,8 @@ export class AttentionPanel {
     this.#refresh();
   }
 
+  set #busy(busy) { this.body.setAttribute("aria-busy", busy); }
+
   #refresh() {
     if (this.#visible && this.#model) this.#request();
     this.#draw();
@@ -68,7 +70,7 @@ export class AttentionPanel {
     if (this.#key === this.#fetched?.key) return;
     this.#fetching.abort();
     this.#key = "";
-    this.body.ariaBusy = false;
+    this.#busy = false;
   }
 
   // Fetch the weights, unless the last request was for the same.
@@ -81,7 +83,7 @@ export class AttentionPanel {
     this.error.textContent = "";
     if (text !== this.#ids) this.#fetched = null;
     const delay = this.#ids && text !== this.#ids ? DELAY_MS : 0, isNew = ids.length > 0 && key !== this.#fetched?.key;
-    [this.#key, this.#ids, this.body.ariaBusy] = [key, text, isNew];
+    [this.#key, this.#ids, this.#busy] = [key, text, isNew];
     if (isNew) this.#fetch(key, start, ids, this.head, delay, this.#fetching.signal);
   }
 
@@ -105,7 +107,7 @@ export class AttentionPanel {
       error = message;
     }
     if (signal.aborted) return;
-    [this.#fetched, this.error.textContent, this.body.ariaBusy] = [fetched, error, false];
+    [this.#fetched, this.error.textContent, this.#busy] = [fetched, error, false];
     this.#drawMap();
     this.#draw();
   }

@@ -56,7 +56,7 @@ export class HeadPicker {
   #draw() {
     this.#heads.forEach((head, i) => {
       const button = this.#buttons[i];
-      button.ariaChecked = head === this.chosen;
+      button.setAttribute("aria-checked", head === this.chosen);
       button.tabIndex = head === this.chosen ? 0 : -1;
     });
   }

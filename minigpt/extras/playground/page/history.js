@@ -66,7 +66,8 @@ function sampleViewer(samples) {
   const range = make("input", {type: "range", min: 0, max: last, value: last});
   const show = () => {
     const sample = samples[range.valueAsNumber];
-    output.value = range.ariaValueText = `step ${sample.step.toLocaleString("en")}`;
+    output.value = `step ${sample.step.toLocaleString("en")}`;
+    range.setAttribute("aria-valuetext", output.value);
     text.textContent = sample.text;
   };
   range.addEventListener("input", show);

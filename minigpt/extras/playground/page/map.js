@@ -36,7 +36,8 @@ export class WeightMap {
     this.canvas.width = this.canvas.height = length;
     this.canvas.getContext("2d").putImageData(image, 0, 0);
     this.canvas.classList.toggle("smooth", length > MAX_CRISP);
-    this.canvas.ariaLabel = `Map of the attention weights of ${name}, ${length} queries by ${length} keys`;
+    const label = `Map of the attention weights of ${name}, ${length} queries by ${length} keys`;
+    this.canvas.setAttribute("aria-label", label);
   }
 
   // Mark the row of a query, or no row if it is null.

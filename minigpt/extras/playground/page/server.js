@@ -25,9 +25,10 @@ class ServerBackend {
   async *generate(model, ids, settings, signal) {
     try {
       const response = await request("generate", {model, ids, ...settings}, signal);
+      const decoder = new TextDecoder();
       let rest = "";  // the beginning of an incomplete line
-      for await (const part of parts(response.body.pipeThrough(new TextDecoderStream()))) {
-        const lines = (rest + part).split("\n");
+      for await (const part of parts(response.body)) {
+        const lines = (rest + decoder.decode(part, {stream: true})).split("\n");
         rest = lines.pop();
         for (const line of lines) {
           const token = JSON.parse(line);

@@ -49,8 +49,9 @@ export class TextPane {
   tokensBeforeCursor() {
     const {cursor} = this, count = this.ends.indexOf(cursor) + 1;
     if (cursor && !count) return null;
-    const isWhole = token => !token.text.endsWith("\ufffd");  // otherwise the token ends within a character
-    return this.tokens.slice(0, this.tokens.slice(0, count).findLastIndex(isWhole) + 1);
+    let end = count;
+    while (end && this.tokens[end - 1].text.endsWith("\ufffd")) end--;  // the token ends within a character
+    return this.tokens.slice(0, end);
   }
 
   // Return the token under the pointer, else the one that was clicked, else the one before the cursor.

@@ -97,10 +97,11 @@ export class Timeline {
     const isRunning = this.#status === "running", name = this.step?.toLocaleString("en");
     this.root.hidden = this.#steps.length < 2;
     this.play.textContent = this.#timer ? "⏸" : "▶";
-    this.play.ariaLabel = this.#timer ? "Pause" : "Play the training";
-    this.range.ariaValueText = name ? `step ${name}` : isRunning ? "the best model so far" : "the trained model";
+    this.play.setAttribute("aria-label", this.#timer ? "Pause" : "Play the training");
+    const shown = name ? `step ${name}` : isRunning ? "the best model so far" : "the trained model";
+    this.range.setAttribute("aria-valuetext", shown);
     const ending = ["", "completed"].includes(this.#status) ? "" : ` (${this.#status})`;
-    this.output.value = this.range.ariaValueText + ending;
+    this.output.value = shown + ending;
     this.follow.parentElement.hidden = !isRunning;
   }
 }

@@ -21,7 +21,8 @@ export class Tokenizer {
   encode(text) {
     if (this.values.name === "byte") return Array.from(utf8(text), byte => byte.charCodeAt(0));
     if (this.values.name !== "char") {
-      return (text.toWellFormed().match(this.pattern) ?? []).flatMap(piece => this.merge(utf8(piece)));
+      const wellFormed = text.replace(/\p{Surrogate}/gu, "\ufffd");  // of lone ones, as in toWellFormed of 2023
+      return (wellFormed.match(this.pattern) ?? []).flatMap(piece => this.merge(utf8(piece)));
     }
     const unknown = [...new Set(text)].filter(character => !this.ids.has(character));
     if (unknown.length) throw new Error(`the model was trained without ${JSON.stringify(unknown).slice(1, -1)}`);
