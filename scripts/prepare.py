@@ -39,10 +39,11 @@ def prepare(cfg: DictConfig) -> None:
         tokenizer = find_pretrained(cfg.init_from).tokenizer.to_dict()
     corpus = load_corpus(cfg.data, tokenizer)
     rows = {"corpus": corpus.name}
+    tokens = corpus.train.tokens + corpus.val.tokens
     for name, split in (("training", corpus.train), ("validation", corpus.val)):
-        rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {split.tokens:,} tokens"
+        share = f"{split.tokens:,} tokens ({100 * split.tokens / max(1, tokens):.4g} %)"
+        rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {share}"
     if corpus.provenance:  # empty for nanoGPT's files
-        tokens = corpus.train.tokens + corpus.val.tokens
         rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
         rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
         rows["in both splits"] = f"{corpus.provenance['duplicates']:,} documents"

@@ -95,6 +95,9 @@ REFUSED = {
     # prepare.py
     "prepare.py data=text data.path=TEXT hydra.job.chdir=true": "hydra.job.chdir must be false, because relative",
     "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
+    "prepare.py data=text data.path=TEXT data.val_path=empty.txt": "empty.txt is empty; give a text that is not",
+    "prepare.py data=text data.path=empty.txt": "empty.txt is empty; give a text that is not",
+    "prepare.py data=text data.path=one.txt": "none of the 1 documents is for training; with so few set",
     # sample.py
     "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",
     "sample.py --seed 9223372036854775808": "--seed must be an integer ≥ 0, got 9223372036854775808; the largest is 92",
@@ -149,6 +152,8 @@ def odd_files(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/samples.txt").write_text("of the user")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "one.txt").write_text("1")
     (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
 
 

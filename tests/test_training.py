@@ -65,7 +65,7 @@ def test_a_run_prints_what_it_will_do_and_its_results(finished):
     model, tokenizer = load_checkpoint(folder)
     for part in (
         f"{sum(p.numel() for p in model.parameters()):,} parameters",
-        f"18,000 training tokens; tokenizer char, vocab_size {tokenizer.vocab_size}",
+        f"18,000 training tokens; tokenizer char, vocab_size {tokenizer.vocab_size}; validation on 10 % of the tokens",
         f"20 steps, {tokens:,} tokens ({tokens / 18_000:.2f} epochs)",
         f"{model.config.flops_per_token() * tokens:.3g} FLOPs ({model.config.flops_per_token():.3g} per token)",
         "block_size 16",

@@ -106,6 +106,7 @@ def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
     found = {f"model.{key}": value for key, value in model.items()}
     found["the tokenizer"] = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}"
     found["the corpus"] = run["corpus_sha256"][:16]
+    found["the cut between the splits"] = run.get("corpus_provenance", {}).get("cut", "at the start of a document")
     for key in (*fixed, *_LEARNING):
         group, _, name = key.rpartition(".")
         values = run["config"][group] if group else run["config"]

@@ -32,6 +32,9 @@ from minigpt.utils.threads import map_in_threads
 
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
+# By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
+# of up to two fifths of the smaller split stay whole.
+_CUT_TOLERANCE = 0.2
 _MAX_JOINED_CHARS = 1 << 22  # of a document: the package tokenizers takes 80 bytes of memory per byte
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
@@ -113,14 +116,16 @@ def _write_corpus(
     partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")
     partial.mkdir()
     try:
-        tokenizer, cut = _plan(sources, provenance, target.parents[1], built)
+        tokenizer, cut, within = _plan(sources, provenance, target.parents[1], built)
         chunks = split_chunks(sources, provenance, cut)
         batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
         if batches.has_separators:
             advice = f"data.separator='{SEPARATOR}' splits text files there"
             warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
-        write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
+        # Runs whose text an earlier version cut elsewhere have no such entry: they are not resumed.
+        where = {"cut": "within a document"} if within else {}
+        write_json(partial / META, _build_meta(partial, sources, {**provenance, **where}, tokenizer, batches))
         if not (target / META).is_file():  # no other host wrote it meanwhile
             partial.rename(target)
     finally:
@@ -129,18 +134,22 @@ def _write_corpus(
 
 def _plan(
     sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
-) -> tuple[Tokenizer, int]:
-    """Build the tokenizer if it is not built, and find the cut between the splits."""
-    settings, cut, alphabet = provenance["tokenizer"], 0, ""
+) -> tuple[Tokenizer, int, bool]:
+    """Build the tokenizer if it is not built, and find the cut between the splits.
+
+    Also return whether the cut is within one of several documents.
+    """
+    settings, cut, within, alphabet = provenance["tokenizer"], 0, False, ""
     by_character = settings["name"] == CharTokenizer.name
     if provenance.get("split") == "fraction" or by_character:
         lengths, alphabet = scan_corpus(sources if by_character else sources[:1], by_character)
         if not sum(lengths):
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
-        if "val_fraction" in provenance:
+        if provenance.get("split") == "fraction":
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
+            within = len(lengths) > 1 and cut not in np.cumsum(lengths)
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
-    return built or _build_tokenizer(settings, folder, alphabet, texts), cut
+    return built or _build_tokenizer(settings, folder, alphabet, texts), cut, within
 
 
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:
@@ -159,11 +168,13 @@ def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence
 def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
     """Return where the validation split starts, as a number of characters from the start of the first document.
 
-    Several documents are cut at the nearest start of a document, a single one anywhere.
+    It is the nearest start of a document, or lies within a document if none is near.
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
-    return wanted if len(lengths) == 1 else int(starts[1:-1][np.abs(starts[1:-1] - wanted).argmin()])
+    nearest = int(starts[np.abs(starts - wanted).argmin()])
+    is_near = abs(nearest - wanted) <= _CUT_TOLERANCE * min(wanted, starts[-1] - wanted)
+    return nearest if is_near else wanted
 
 
 def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -> Iterator[SplitChunk]:
@@ -286,11 +297,14 @@ def _build_meta(
 ) -> dict[str, Any]:
     """Check the token files and return the values of `meta.json`."""
     documents, sums = [len(hashes) for hashes in batches.hashes], [source.sha256 for source in sources]
-    if provenance.get("split") == "document" and 0 in documents:
-        empty = "training" if documents[TRAIN] == 0 else "validation"
+    if 0 in documents:
+        empty = documents.index(0)
+        if len(sources) > 1 or not any(documents):
+            raise UserError(f"{sources[empty].name} is empty; give a text that is not")
         raise UserError(
-            f"none of the {sum(documents)} documents is for {empty}; with so few set data.split=fraction, "
-            f"another data.val_fraction, or data.val_path=…"
+            f"none of the {sum(documents)} documents is for {'validation' if empty else 'training'}; "
+            f"with so few set data.split=fraction, another data.val_fraction, or data.val_path=…, "
+            f"or give more text"
         )
     duplicates = int(np.isin(np.array(batches.hashes[TRAIN]), np.array(batches.hashes[VAL])).sum())
     if duplicates:

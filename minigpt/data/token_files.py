@@ -26,7 +26,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums, read_json, sha256_json
 from minigpt.utils.terminal import log
 
-FORMAT = 5
+FORMAT = 6
 META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time

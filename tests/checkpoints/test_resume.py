@@ -247,6 +247,21 @@ def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
+def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_resumed(train, tmp_path, text):
+    (tmp_path / "texts").mkdir()
+    for name, size in (("a_intro.txt", 400), ("b_book.txt", 9000)):
+        (tmp_path / "texts" / name).write_text(text.read_text()[:size])
+    settings = [f"data.path={tmp_path}/texts", "max_steps=1"]
+    last = train(*settings).folder / LAST
+    train(f"data.path={tmp_path}/texts", "max_steps=2", "resume=auto")
+    content = read(last)
+    del content["minigpt"]["corpus_provenance"]["cut"]  # the earlier version cut at 400
+    write(content, last)
+    was = r"the cut between the splits \(at the start of a document in the checkpoint, within a document now\)"
+    with pytest.raises(UserError, match=was):
+        train(f"data.path={tmp_path}/texts", "max_steps=3", "resume=auto")
+
+
 class Terminate(Callback):
     def __init__(self, batch: int, hook: str) -> None:
         self.batch = batch

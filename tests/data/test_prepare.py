@@ -32,7 +32,7 @@ from minigpt.data import readers
 from minigpt.data.tokenizer import token_dtype
 from minigpt.utils.errors import UserError
 
-UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=1)
+UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=2)
 BPE = {"name": "bpe", "vocab_size": 300}
 
 
@@ -99,27 +99,72 @@ def test_ids_have_32_bits_if_they_do_not_fit_into_16(tmp_path):
 
 def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeypatch):
     in_parts(monkeypatch, 300)
-    for content, tokenizer, split, problem in (
-        ("", "char", "fraction", r"mine\.jsonl is empty"),
-        (rows(["only one"]), "char", "document", r"none of the 1 documents is for validation;.*data\.split=fraction"),
-        (rows(stories(300)) + "{", "byte", "document", "line 301: not JSON"),
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for content, tokenizer, changes, problem in (
+        ("", "char", {}, r"mine\.jsonl is empty"),
+        (rows(["", ""]), "byte", {"split": "document"}, r"mine\.jsonl is empty"),
+        (rows(["a"]), "byte", {}, r"none of the 1 documents is for training;.*data\.val_fraction"),
+        (
+            rows(["only one"]),
+            "char",
+            {"split": "document"},
+            r"none of the 1 documents is for validation;.*data\.split=f",
+        ),
+        (rows(["", "only one"]), "byte", {"split": "document"}, "none of the 1 documents is for validation"),
+        (rows(["a text"]), "char", {"val_path": str(empty)}, r"empty\.txt is empty"),
+        (rows(["a text"]), "byte", {"val_path": str(empty)}, r"empty\.txt is empty"),
+        (rows(["", ""]), "byte", {"val_path": __file__}, r"mine\.jsonl is empty"),
+        (rows(stories(300)) + "{", "byte", {"split": "document"}, "line 301: not JSON"),
     ):
         with pytest.raises(UserError, match=problem):
-            prepare(content, tmp_path, tokenizer, name="mine.jsonl", split=split)
+            prepare(content, tmp_path, tokenizer, name="mine.jsonl", **changes)
         assert leftovers(tmp_path) == []
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12), st.sampled_from([0.1, 0.3, 0.5]))
-def test_several_documents_are_cut_at_the_nearest_start_of_a_document(texts, val_fraction):
-    assume(sum(map(bool, texts)) > 1)
-    starts = np.cumsum([len(text) for text in texts])
-    distances = np.abs(starts[:-1] - int(starts[-1] * (1 - val_fraction)))
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=30), st.sampled_from([0.1, 0.3, 0.5, 0.8]))
+def test_a_cut_is_at_the_nearest_start_of_a_document_that_leaves_each_split_its_share_within_a_fifth(texts, fraction):
+    size = sum(map(len, texts))
+    wanted = int(size * (1 - fraction))
+    assume(0 < wanted < size)
+    starts = [sum(map(len, texts[:i])) for i in range(1, len(texts))]
+    nearest = min(abs(start - wanted) for start in starts)
+    near = [start for start in starts if abs(start - wanted) == nearest and nearest <= min(wanted, size - wanted) / 5]
     with tempfile.TemporaryDirectory() as folder:
-        corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=val_fraction)
+        corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=fraction)
         found = texts_on_disk(corpus)
-    nearest = np.flatnonzero(distances == distances.min()) + 1
-    assert found in [["\n".join(filter(None, part)) for part in (texts[:cut], texts[cut:])] for cut in nearest]
+    expected = []
+    for cut in near or [wanted]:
+        parts, begin = ([], []), 0
+        for text in texts:
+            inside = max(0, cut - begin)
+            for part, piece in zip(parts, (text[:inside], text[inside:]), strict=True):
+                part.append(piece)
+            begin += len(text)
+        expected.append(["\n".join(filter(None, part)) for part in parts])
+    assert found in expected
+    assert corpus.provenance.get("cut") == (None if near else "within a document")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (10_000, 1_000_000),
+        (1_000_000, 10_000),
+        (5_000, 1_000_000),
+        (3_000, 3_000),
+        (2_000,) * 3,
+        (0, 9_000),
+        (9_000, 0),
+    ],
+)
+def test_files_of_any_sizes_give_the_validation_split_its_share(tmp_path, sizes):
+    for i, size in enumerate(sizes):
+        (tmp_path / f"{i}.txt").write_text(("many words " * size)[:size])
+    corpus = corpus_of(tmp_path, tmp_path / "data", "byte")
+    assert corpus.val.bytes == pytest.approx(0.1 * sum(sizes), abs=1)
+    assert corpus.train.bytes + corpus.val.bytes == sum(sizes)
 
 
 def test_split_document_selects_about_val_fraction_of_the_distinct_documents_whatever_else_there_is(tmp_path):

@@ -82,6 +82,7 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path)
     (separator,) = shlex.split(re.findall(r"data\.separator=\S+", proposed)[0])
     prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
     assert "18 documents, 180 bytes" in prepared.stdout
+    assert "2 documents, 20 bytes, 21 tokens (9.633 %)" in prepared.stdout
     assert separator not in prepared.stderr
 
 
