@@ -1,8 +1,8 @@
 """Batches as a pure function of (seed, step, rank, world size).
 
-An epoch cuts the training tokens into non-overlapping windows at a random offset and reads each window once, in
-random order. The order of many windows is a keyed permutation evaluated at a position, not a shuffled list, so the
-cost of a batch does not depend on the size of the corpus, and a resumed run needs only its step.
+An epoch cuts the training tokens into windows at a random offset and reads each window once, in random order. The
+order of many windows is a keyed permutation evaluated at a position, not a shuffled list, so the cost of a batch does
+not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,19 +21,27 @@ Array = np.ndarray[Any, np.dtype[np.int64]]
 IGNORE_INDEX = -100  # torch's cross_entropy leaves out this target
 _FEISTEL_ROUNDS = 4
 _MAX_SHUFFLED_WINDOWS = 1024  # a Feistel network of few rounds is biased on very few windows
+_EDGE_WINDOWS = 8  # at each end of the text, between which windows overlap
 _ROWS_PER_LOOKUP = 4096  # rows whose windows are computed at a time
 _READERS = 16  # batches that are read ahead, each in a thread
 _MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk, and its batches are copied to the GPU
 
 
 class WindowOrder:
-    """The order in which training reads the windows of `block_size` + 1 tokens; the training split has more."""
+    """The order in which training reads the windows of `block_size` + 1 tokens; the training split has more.
+
+    The windows of an epoch are adjacent and go from the first token to the last, so that every token but the first is a
+    target. They overlap in two places, one near each end. How much of the overlap is in the first place is the offset
+    of the windows between the two. The places differ per epoch, so that no target is much more frequent than others.
+    """
 
     def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
         self.block_size, self.seed = block_size, seed
-        # Every offset below block_size leaves room for this many windows, so all epochs have equal length.
-        self.n_windows = max(1, (n_tokens - block_size) // block_size)
-        self.n_offsets = min(block_size, n_tokens - self.n_windows * block_size)
+        self.last_start = n_tokens - 1 - block_size
+        # As many in all epochs, with an overlap of half a window or more, which gives that many offsets.
+        self.n_windows = 1 - (-2 * self.last_start - block_size) // (2 * block_size)
+        self.overlap = (self.n_windows - 1) * block_size - self.last_start
+        self.n_edge = min(_EDGE_WINDOWS, self.n_windows - 1)
 
     def starts(self, index: Array) -> Array:
         """Return the first token of the windows at positions `index` (any shape), counted over all epochs."""
@@ -43,10 +51,16 @@ class WindowOrder:
             chosen = epochs == epoch
             few = self.n_windows <= _MAX_SHUFFLED_WINDOWS
             n_keys = self.n_windows if few else _FEISTEL_ROUNDS
-            *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(n_keys + 1, np.uint64)
+            *keys, offset, first, last = np.random.SeedSequence((self.seed, int(epoch))).generate_state(
+                n_keys + 3, np.uint64
+            )
             at = position[chosen]
             window = np.argsort(keys)[at] if few else permute(at, self.n_windows, np.array(keys))
-            starts[chosen] = window * self.block_size + int(offset) % self.n_offsets
+            before = int(offset) % (self.overlap + 1)  # the part of the overlap in the first place
+            is_after_first = window > int(first) % self.n_edge
+            is_after_last = window >= self.n_windows - 1 - int(last) % self.n_edge
+            moved = before * is_after_first + (self.overlap - before) * is_after_last
+            starts[chosen] = np.clip(window * self.block_size - moved, 0, self.last_start)
         return starts
 
 
