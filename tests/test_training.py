@@ -4,6 +4,7 @@ import errno
 import inspect
 import itertools
 import re
+import shutil
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
 from processes import close_output
-from small_runs import column, composed
+from small_runs import column, composed, rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,6 +56,21 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     with pytest.raises(UserError, match="already holds a run"):
         minigpt.train([f"hydra.run.dir={folder}"])
     assert OmegaConf.load(folder / ".hydra/overrides.yaml") == recorded
+
+
+class Remove(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, *args):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
+    remove = ["+callbacks.remove._target_=test_training.Remove", f"+callbacks.remove.folder={tmp_path}/data/tokens"]
+    run = train(*remove)
+    assert not (tmp_path / "data/tokens").exists()
+    assert rows(run.folder) == rows(trained())
 
 
 def test_a_run_prints_what_it_will_do_and_its_results(finished):

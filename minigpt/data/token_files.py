@@ -99,6 +99,8 @@ class Tokens:
         sizes = [file.stat().st_size - header for file, header in zip(files, self.headers, strict=True)]
         self.starts = np.cumsum([0, *(size // self.dtype.itemsize for size in sizes)])  # (files + 1,)
         self.map = lru_cache(_MAX_MAPS)(lambda i: _map(files[i], self.dtype, self.headers[i]))
+        if len(files) == 1 and len(self):
+            self.map(0)  # now, so that a run holds its file if it is removed later
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -112,7 +114,7 @@ class Tokens:
         positions = index.ravel()
         ids, files = np.empty(positions.size, self.dtype), np.searchsorted(self.starts[1:], positions, side="right")
         for a, b in pairwise([*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]):  # runs within a file
-            ids[a:b] = self.map(files[a])[positions[a:b] - self.starts[files[a]]]
+            ids[a:b] = self.map(int(files[a]))[positions[a:b] - self.starts[files[a]]]
         self._check(ids, positions)
         return ids.reshape(index.shape)
 
