@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from glob import glob
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,16 @@ class Corpus:
 
     def check_length(self, block_size: int) -> None:
         """Raise UserError if a split is shorter than one window of `block_size` tokens and the next token."""
-        for name, split in (("training", self.train), ("validation", self.val)):
+        # With a quarter more than a window: a split at the start of a document may be a fifth smaller.
+        n_tokens = max(1, self.train.tokens + self.val.tokens)
+        share = ceil(125 * (block_size + 1) / n_tokens) / 100
+        by_fraction = self.provenance.get("split") == "fraction" and share <= 0.5
+        for name, split, fraction in (("training", self.train, 1 - share), ("validation", self.val, share)):
             if split.tokens <= block_size:
                 raise UserError(
                     f"the {name} split has {split.tokens} tokens, but a window needs model.block_size + 1 = "
-                    f"{block_size + 1}; use a longer text or a smaller model.block_size"
+                    f"{block_size + 1}; {f'set data.val_fraction={fraction:g}, ' if by_fraction else ''}"
+                    f"use a longer text or a smaller model.block_size"
                 )
 
     def validated_part(self, block_size: int, batch_size: int, n_batches: int | None) -> str:

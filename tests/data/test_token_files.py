@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import corpus_of, folder_of, on_disk, prepare
+from corpora import corpus_of, folder_of, on_disk, prepare, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +55,28 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     assert on_disk(loaded) == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()] == [IDS[:45], IDS[45:]]
     with pytest.raises(UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"):
         loaded.check_length(5)
+
+
+@pytest.mark.parametrize(
+    ("texts", "fraction", "proposed"),
+    [(["x" * 300], 0.1, "0.28"), (["x" * 11] * 20, 0.1, "0.35"), (["x" * 300], 0.9, "0.72"), (["x" * 150], 0.3, None)],
+)
+def test_a_split_that_is_too_short_is_refused_with_a_share_that_is_long_enough(tmp_path, texts, fraction, proposed):
+    def check(**changes):
+        prepare(rows(texts), tmp_path, "byte", name="mine.jsonl", **changes).check_length(64)
+
+    with pytest.raises(UserError, match=r"but a window needs .* = 65; .*a smaller model\.block_size") as error:
+        check(val_fraction=fraction)
+    assert re.findall(r"set data\.val_fraction=([\d.]+),", str(error.value)) == ([proposed] if proposed else [])
+    if proposed:
+        check(val_fraction=float(proposed))
+
+
+def test_no_share_is_proposed_for_a_validation_text_of_its_own(tmp_path):
+    (tmp_path / "val.txt").write_text("short")
+    with pytest.raises(UserError, match="the validation split has 5 tokens") as error:
+        prepare("long " * 100, tmp_path, "byte", val_path=f"{tmp_path}/val.txt").check_length(64)
+    assert "val_fraction" not in str(error.value)
 
 
 def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
