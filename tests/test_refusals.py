@@ -1,7 +1,7 @@
 """What the scripts refuse: one clear line on stderr, exit code 2, nothing on stdout, and nothing half-written.
 
 A row is a command line in an empty folder with the files of `odd_files`, and a part of its error. In a command line,
-RUN is the folder of a small run of `train.py`, and TEXT its text.
+RUN is the folder of a small run of `train.py`, TEXT its text, and TOKENS the pattern of the folder of its token files.
 """
 
 import shlex
@@ -16,6 +16,8 @@ REFUSED = {
     "train.py data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     "train.py data.path=short.txt": "a window needs model.block_size + 1 = 17",
     "train.py data.folder=latin.txt/data": "not a directory",
+    "train.py tokenizer=byte data.train_bin=TOKENS/train.bin data.val_bin=TOKENS/val.bin": "tokenizer must be char, as",
+    "train.py data.train_bin=TOKENS/train.bin data.val_bin=one.bin": "tokenizer=prepared needs a text, or both files",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py hydra.job.chdir=yes": "hydra.job.chdir must be false, because relative paths would be",
@@ -154,6 +156,7 @@ def odd_files(tmp_path):
     (tmp_path / "mine/samples.txt").write_text("of the user")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "one.txt").write_text("1")
+    (tmp_path / "one.bin").write_bytes(bytes(2000))
     (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
 
 
@@ -167,7 +170,10 @@ def test_a_number_of_a_rank_in_the_environment_that_is_none_is_one_line(name, ca
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, trained, text, tmp_path):
-    script, *arguments = shlex.split(command.replace("RUN", str(trained())).replace("TEXT", str(text)))
+    given, names = command, {"TOKENS": "RUN/../data/tokens/*", "RUN": str(trained()), "TEXT": str(text)}
+    for name, path in names.items():
+        given = given.replace(name, path)
+    script, *arguments = shlex.split(given)
     before = {path.name for path in tmp_path.iterdir()}
     line = one_line(call(script, *arguments))
     assert line.startswith("error: ")

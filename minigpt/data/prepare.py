@@ -25,11 +25,12 @@ from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source, find_sources
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import PARTIAL, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
+PREPARED = "prepared"  # the tokenizer of the token files that data.train_bin names
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
@@ -82,10 +83,23 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
 def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
         raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
-    if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained):
+    prepared = token_files.load_prepared(data)
+    if prepared:
+        made = prepared.provenance["tokenizer"]
+        own = prepared.tokenizer.to_dict() | {"separated": False}  # which depends on the documents
+        is_same = built.to_dict() | {"separated": False} == own if built else tokenizer == made
+        require(
+            "tokenizer",
+            ", ".join(map(str, tokenizer.values())),
+            lambda _: is_same or tokenizer["name"] == PREPARED,
+            f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].with_name(META)}",
+            f"tokenizer={PREPARED} selects it",
+        )
+        return prepared
+    if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained, PREPARED):
         raise UserError(
-            f"tokenizer={tokenizer['name']} is built from a text, but data.train_bin has only ids; "
-            f"set tokenizer=gpt2 (nanoGPT's) or byte"
+            f"tokenizer={tokenizer['name']} needs a text, or both files of a folder of prepare.py with "
+            f"its {META}; set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     built = built or _build_tokenizer(tokenizer, folder, "", ())
     return token_files.load_bins(data, built, folder)
@@ -116,16 +130,14 @@ def _write_corpus(
     partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")
     partial.mkdir()
     try:
-        tokenizer, cut, within = _plan(sources, provenance, target.parents[1], built)
+        tokenizer, cut, provenance = _plan(sources, provenance, target.parents[1], built)
         chunks = split_chunks(sources, provenance, cut)
         batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
         if batches.has_separators:
             advice = f"data.separator='{SEPARATOR}' splits text files there"
             warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
-        # Runs whose text an earlier version cut elsewhere have no such entry: they are not resumed.
-        where = {"cut": "within a document"} if within else {}
-        write_json(partial / META, _build_meta(partial, sources, {**provenance, **where}, tokenizer, batches))
+        write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         if not (target / META).is_file():  # no other host wrote it meanwhile
             partial.rename(target)
     finally:
@@ -134,12 +146,12 @@ def _write_corpus(
 
 def _plan(
     sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
-) -> tuple[Tokenizer, int, bool]:
+) -> tuple[Tokenizer, int, Mapping[str, Any]]:
     """Build the tokenizer if it is not built, and find the cut between the splits.
 
-    Also return whether the cut is within one of several documents.
+    Also return the provenance, with where the cut is if it is within one of several documents.
     """
-    settings, cut, within, alphabet = provenance["tokenizer"], 0, False, ""
+    settings, cut, alphabet = provenance["tokenizer"], 0, ""
     by_character = settings["name"] == CharTokenizer.name
     if provenance.get("split") == "fraction" or by_character:
         lengths, alphabet = scan_corpus(sources if by_character else sources[:1], by_character)
@@ -147,9 +159,11 @@ def _plan(
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
         if provenance.get("split") == "fraction":
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
-            within = len(lengths) > 1 and cut not in np.cumsum(lengths)
+            if len(lengths) > 1 and cut not in np.cumsum(lengths):
+                # Runs of earlier versions, which cut elsewhere, have no such entry: they are not resumed.
+                provenance = {**provenance, "cut": "within a document"}
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
-    return built or _build_tokenizer(settings, folder, alphabet, texts), cut, within
+    return built or _build_tokenizer(settings, folder, alphabet, texts), cut, provenance
 
 
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:

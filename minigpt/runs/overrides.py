@@ -24,7 +24,9 @@ SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` b
 
 
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
-    """Return the overrides of a run as Hydra takes them, with the groups that `init_from=` and `minutes=` select.
+    """Return the overrides of a run as Hydra takes them, with the groups that other settings select.
+
+    These are `init_from=`, `minutes=` and `data.train_bin=`.
 
     Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it moves when a new run
     starts.
@@ -46,6 +48,8 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
         if "model" in groups and "experiment" not in given:
             complete += _finetuning(given, has_warmup=any("warmup_steps" in override for override in complete))
+    elif is_set(given, "data.train_bin") and "tokenizer" not in given:
+        complete.append("tokenizer=prepared")
     # Flags and their values first: Hydra takes overrides in one place only.
     return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
 

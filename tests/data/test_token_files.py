@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 
 from minigpt.data import token_files
 from minigpt.data.token_files import Tokens, split_checksums
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.utils.errors import UserError
 
 TEXT = "a text that is prepared, broken and prepared again"
 AB = BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), None, b"ab"], {SEPARATOR: 256})
+BPE = {"name": "bpe", "vocab_size": 260}
 IDS = [sorted(set(TEXT)).index(character) for character in TEXT]
 RANDOM_IDS = np.random.default_rng(0).integers(0, 256, 6000).astype(np.uint16)
 SPREAD = np.random.default_rng(1).integers(1, 256, (2, 100))  # ids of bytes
@@ -191,6 +193,29 @@ def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=problem):
             corpus_of(None, tmp_path, name, **files | changes)
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "byte"])
+def test_prepared_token_files_are_the_same_corpus_without_their_text(tmp_path, name):
+    tokenizer = {"name": name} | ({"vocab_size": 260} if name == "bpe" else {})
+    corpus = prepare(rows([TEXT, TEXT + "!"] * 9), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
+    (tmp_path / "mine.jsonl").unlink()
+    bins = {f"{split}_bin": str(folder_of(corpus) / f"{split}.bin") for split in ("train", "val")}
+    found = [corpus_of(None, tmp_path, given, **bins) for given in (tokenizer, "prepared", corpus.tokenizer.to_dict())]
+    found.append(corpus_of(None, tmp_path, tokenizer, **{key: [file] for key, file in bins.items()}))
+    for each in found:
+        assert replace(each, tokenizer=None) == replace(corpus, tokenizer=None)
+        assert each.tokenizer.to_dict() == corpus.tokenizer.to_dict()
+    others = ["char", "byte", "gpt2", BPE, BPE | {"vocab_size": 261}, CharTokenizer("ab").to_dict()]
+    for other in others:
+        if other not in (name, tokenizer):
+            with pytest.raises(UserError, match=rf"tokenizer must be {name}.*, as in {folder_of(corpus)}/meta\.json"):
+                corpus_of(None, tmp_path, other, **bins)
+    (folder_of(corpus) / "meta.json").write_text('{"vocab_size": 256}')  # of another tool
+    if name != "bpe":
+        assert corpus_of(None, tmp_path, "byte", **bins).provenance == {}
+    with pytest.raises(UserError, match=r"tokenizer=prepared .*tokenizer=gpt2"):
+        corpus_of(None, tmp_path, "prepared", **bins)
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):

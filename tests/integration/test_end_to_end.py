@@ -86,6 +86,18 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path)
     assert separator not in prepared.stderr
 
 
+def test_prepared_token_files_are_trained_on_without_their_text_and_without_naming_their_tokenizer(call, tmp_path):
+    (tmp_path / "my.txt").write_text("".join(f"{i} is a line. " for i in range(999)))
+    settings = ["data=text", "data.path=my.txt", "tokenizer=bpe", "tokenizer.vocab_size=270"]
+    call("prepare.py", *settings)
+    (tmp_path / "my.txt").unlink()
+    (folder,) = (path for path in (tmp_path / "data/tokens").iterdir() if path.is_dir())
+    settings = [f"data.{split}_bin={folder}/{split}.bin" for split in ("train", "val")]
+    assert call("train.py", *settings, "hydra.run.dir=run", "max_steps=1").returncode == 0
+    summary, meta = (json.loads((path).read_text()) for path in (tmp_path / "run/summary.json", folder / "meta.json"))
+    assert (summary["tokenizer"], summary["corpus_sha256"]) == ("bpe", meta["sha256"])
+
+
 def test_training_finds_prepared_token_files(call, tmp_path):
     (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
     settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]

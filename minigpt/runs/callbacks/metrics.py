@@ -263,12 +263,12 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     resumed = f" from step {trainer.global_step:,} at learning rate {rate:.3g}" if trainer.global_step else ""
     epochs, each = f"{n_tokens / n_train:.2f} epochs", config.flops_per_token()
     flops = f"{n_tokens * each:.3g} FLOPs ({each:.3g} per token)"
-    share = corpus.val.tokens / (corpus.val.tokens + n_train)
     ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
     rows = {
         "model": f"{model.num_params():,} parameters: {shape}",
         "data": f"{corpus.name}, {n_train:,} training tokens; tokenizer {tokenizer}, "
-        f"vocab_size {config.vocab_size:,}; validation on {100 * share:.3g} % of the tokens",
+        f"vocab_size {config.vocab_size:,}; "
+        f"validation on {100 * corpus.val.tokens / (corpus.val.tokens + n_train):.3g} % of the tokens",
         "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({epochs}), {flops}",
         "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
