@@ -42,7 +42,7 @@ def find_resumed(
             size.
     """
     if resume == "auto":
-        path, content = _newest(folder, warn)
+        path, content = find_newest(folder, warn)
     else:
         path = find_checkpoint(resume, last=True) if resume else None
         content = read_run(path) if path else {}
@@ -76,7 +76,7 @@ def read_run(path: Path) -> dict[str, Any]:
     return content
 
 
-def _newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None, dict[str, Any]]:
+def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None, dict[str, Any]]:
     """Read the newest undamaged checkpoint of a run folder, and warn of damaged ones."""
     errors: list[str] = []
     for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
@@ -107,9 +107,11 @@ def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
     found["the tokenizer"] = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}"
     found["the corpus"] = run["corpus_sha256"][:16]
     found["the cut between the splits"] = run.get("corpus_provenance", {}).get("cut", "at the start of a document")
+    # The split of token files is what their provenance says, whatever the settings are.
+    config = run["config"] | {"data": run["config"]["data"] | run.get("corpus_provenance", {})}
     for key in (*fixed, *_LEARNING):
         group, _, name = key.rpartition(".")
-        values = run["config"][group] if group else run["config"]
+        values = config[group] if group else config
         names = sorted(values) if name == "*" else [name]
         found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
     for name, node in run["config"].get("callbacks", {}).items():

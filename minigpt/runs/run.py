@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,8 +131,16 @@ def load_parts(
     """
     from minigpt.data.prepare import load_corpus  # imports numpy
 
+    def load(tokenizer: Mapping[str, Any]) -> Any:
+        try:
+            return once(load_corpus, run.data, tokenizer)
+        except UserError as error:
+            if run.resume is None:
+                raise
+            return from_extras("find_resumed_corpus")(run, folder, error)  # the text may be gone
+
     if run.init_from is None:
-        corpus = corpus or once(load_corpus, run.data, run.tokenizer)
+        corpus = corpus or load(run.tokenizer)
         n, given = corpus.tokenizer.vocab_size, run.model["vocab_size"]
         expected = f"at least the tokenizer's {n}"
         require("model.vocab_size", given, lambda size: size is None or size >= n, expected, "use null")
@@ -142,7 +150,7 @@ def load_parts(
 
         pretrained = once(find_start, run.init_from, run.resume, folder)
         config = _finetuned(run, pretrained.config)
-        corpus = once(load_corpus, run.data, pretrained.tokenizer.to_dict())
+        corpus = load(pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
 

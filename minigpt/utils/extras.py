@@ -6,6 +6,7 @@ from typing import Any
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "find_huggingface": "huggingface.pretrained",
+    "find_resumed_corpus": "interpret.run_corpus",
     "final_originality": "interpret.originality",
     "plan_run": "planner.plan",
     "with_possible_sizes": "planner.planned_sizes",

@@ -262,6 +262,57 @@ def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_r
         train(f"data.path={tmp_path}/texts", "max_steps=3", "resume=auto")
 
 
+@pytest.fixture
+def textless(train, trained, text, tmp_path):
+    """A run that paused, whose text is gone: its folder, its settings, and those that resume it."""
+    same = [f"data.path={tmp_path}/mine.txt", *OFTEN]
+    shutil.copy(text, tmp_path / "mine.txt")
+    train(*same, "pause_at=7")
+    (tmp_path / "mine.txt").unlink()
+    return [*same, "resume=auto"]
+
+
+def test_a_run_resumes_without_its_text_on_its_token_files(train, trained, textless, tmp_path, capsys):
+    resumed = train(*textless)
+    assert "mine.txt does not exist: resuming on the token files in " in capsys.readouterr().err
+    check_same_end(trained(*OFTEN), resumed.folder)
+    whole = read_summary(trained(*OFTEN))
+    for name in ("corpus_sha256", "validated", "tokenizer"):
+        assert resumed.summary[name] == whole[name]
+    further = train(*textless[:-1], "max_steps=21", f"resume={resumed.folder}", folder=tmp_path / "further")
+    assert further.summary["corpus_sha256"] == whole["corpus_sha256"]
+
+
+def test_a_run_resumes_on_its_token_files_given_as_files(train, trained, textless, tmp_path):
+    (meta,) = tmp_path.glob("data/tokens/*/meta.json")
+    bins = [f"data.{split}_bin={meta.parent}/{split}.bin" for split in ("train", "val")]
+    check_same_end(trained(*OFTEN), train(*textless[1:], *bins).folder)
+
+
+def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_path):
+    for change, problem in (
+        ("tokenizer=byte", "other settings select the text"),
+        ("data.val_fraction=0.2", "other settings select the text"),
+        ("data.path=typo.txt", "other settings select the text"),
+        ("seed=1337", r"give a file, a folder, or a pattern such as '\S*'$"),  # in a new folder
+    ):
+        missing = "typo.txt" if "typo" in change else "mine.txt"
+        with pytest.raises(UserError, match=rf"data\.path=.*{missing} does not exist; .*{problem}"):
+            train(*textless, change, folder=tmp_path / ("new" if "seed" in change else "run"))
+    (meta,) = tmp_path.glob("data/tokens/*/meta.json")
+    meta.write_text(meta.read_text().replace('"val_fraction": 0.1', '"val_fraction": 0.11'))
+    with pytest.raises(UserError, match=r"does not exist; .*; or restore its token files: .* has none of the run"):
+        train(*textless)
+
+
+def test_token_files_of_another_split_are_refused_whatever_the_settings_are(train, trained, text, tmp_path):
+    train("data.val_fraction=0.2", "max_steps=1", folder=tmp_path / "other")
+    for meta in tmp_path.glob("data/tokens/*/meta.json"):
+        bins = [f"data.{split}_bin={meta.parent}/{split}.bin" for split in ("train", "val")]
+        with pytest.raises(UserError, match=r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"):
+            train(*bins, "max_steps=21", f"resume={trained()}")
+
+
 class Terminate(Callback):
     def __init__(self, batch: int, hook: str) -> None:
         self.batch = batch
