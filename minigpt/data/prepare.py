@@ -85,7 +85,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
         raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
     prepared = token_files.load_prepared(data)
     if prepared:
-        made = prepared.provenance["tokenizer"]
+        made = prepared.provenance.get("tokenizer", {})
         own = prepared.tokenizer.to_dict() | {"separated": False}  # which depends on the documents
         is_same = built.to_dict() | {"separated": False} == own if built else tokenizer == made
         require(

@@ -1,4 +1,4 @@
-"""The corpus of a checkpoint's run, found by its checksum, and the validation split that it was evaluated on.
+"""The corpus of a checkpoint's run, found by its checksum, also for a run that resumes without its text.
 
 The run config in a checkpoint may come from anyone and name any path, so token files are only read: nothing is
 downloaded, tokenized or written.
