@@ -99,8 +99,10 @@ def check_run(cfg: DictConfig) -> None:
         raise UserError(f"{file} is for W&B's own agent: wandb sweep {file}")
     for option in cfg.get("trainer", {}):
         if option not in TRAINER_OPTIONS:
-            advice = "the length of a run is max_steps, of a validation eval_batches"
-            raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
+            raise UserError(
+                f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; "
+                "the length of a run is max_steps, of a validation eval_batches"
+            )
     for group in ("logger", "callbacks"):
         for name, node in cfg.get(group, {}).items():
             if node is not None and "_target_" not in node:
@@ -114,9 +116,12 @@ def check_run(cfg: DictConfig) -> None:
     for key, value in cfg.get("model", {}).items():
         require(f"model.{key}", value, lambda value: not _advice(value), "a number or a name", _advice(value))
     if cfg.get("pause_at") is not None:
-        every, last = cfg.eval_every, cfg.max_steps
-        expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
-        require("pause_at", cfg.pause_at, lambda step: step % every == 0 and step <= last, expected)
+        require(
+            "pause_at",
+            cfg.pause_at,
+            lambda step: step % cfg.eval_every == 0 and step <= cfg.max_steps,
+            f"a multiple of eval_every={cfg.eval_every} and at most max_steps={cfg.max_steps}, or null",
+        )
     strategy, averages = OmegaConf.select(cfg, "trainer.strategy._target_", default=""), cfg.get("ema_decay")
     if averages is not None and strategy.endswith(".FSDP"):  # which cannot hold averages of another dtype
         expected = f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}"

@@ -144,10 +144,8 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 def sampling(values: Mapping[str, Any]) -> Sampling:
     """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and llama.cpp."""
-    given = {name: values[name] for name in SAMPLING}
-    given["top_k"] = max(0, given["top_k"] or 0) or None
-    given["top_p"] = given["top_p"] or None
-    return Sampling(**given)
+    off = {"top_k": max(0, values["top_k"] or 0) or None, "top_p": values["top_p"] or None}
+    return Sampling(**{name: values[name] for name in SAMPLING} | off)
 
 
 def is_ids(value: Any) -> bool:

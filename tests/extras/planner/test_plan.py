@@ -54,6 +54,13 @@ def a_text(**changes):
     return planning.Text(**known | changes)
 
 
+def test_whole_numbers_in_any_notation_are_integers_for_a_plan():
+    given = ["minutes=1", "model.n_embd=64.0", "model.layer_repeats=2.0", "data.batch_size=8e0"]
+    cfg = composed(*complete_overrides(given))
+    sizes = with_possible_sizes(cfg, given).model
+    assert repr([cfg.model.n_embd, cfg.data.batch_size, sizes.n_embd, sizes.n_layer]) == "[64, 8, 64, 2]"
+
+
 def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes(mine, tmp_path, monkeypatch, capsys):
     class Lost(LanguageModel):
         def training_step(self, batch, batch_idx):
