@@ -202,7 +202,10 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),
-    or_null((_are_local, "a local path or a list of them")): ("data.train_bin", "data.val_bin"),
+    or_null((_are_local, "a local path or a list of them")): (
+        *("data.path", "data.val_path", "data.train_bin", "data.val_bin"),
+    ),
+    (lambda v: isinstance(v, str) and v != "", "a folder"): ("data.folder",),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
     or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),

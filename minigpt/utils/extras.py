@@ -8,6 +8,7 @@ _MODULES = {
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "interpret.run_corpus",
     "final_originality": "interpret.originality",
+    "hub_source": "huggingface.hub_data",
     "plan_run": "planner.plan",
     "with_possible_sizes": "planner.planned_sizes",
 }

@@ -19,6 +19,7 @@ from minigpt.checkpoints.format import contents, write
 from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.prepare import load_corpus
+from minigpt.data.readers import read_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, checksums
@@ -126,19 +127,96 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    for processes, problem in (("2", "cannot be read by several processes"), ("1", "is empty;")):
-        monkeypatch.setenv("WORLD_SIZE", processes)
-        with pytest.raises(UserError, match=rf"data\.path=- .*{problem}"):
-            find(path="-")
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # of a batch job, whose script is one process
+    for variable, processes, problem in (
+        ("WORLD_SIZE", "2", "cannot be read by several processes"),
+        ("SLURM_STEP_NUM_TASKS", "2", "cannot be read by several processes"),
+        ("WORLD_SIZE", "1", "is empty;"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, processes)
+            for path in ("-", "/dev/stdin"):
+                with pytest.raises(UserError, match=rf"data\.path={path} .*{problem}"):
+                    find(path=path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    for _ in range(2):
-        source, _ = find(path="-")
+    for path in ("-", "/dev/stdin"):
+        source, _ = find(path=path)
         assert texts_of(source) == [content.decode().replace("\r\n", "\n")]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
-    read = f"from minigpt.data.sources import spool_stdin; from pathlib import Path; print(spool_stdin(Path('{ROOT}')))"
+    read = f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('-', '', Path('{ROOT}')))"
     child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
     copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
     assert child.stdout.decode().strip() == str(copy)
+
+
+@pytest.fixture
+def pipe():
+    """Return a function that makes the path of a pipe, as the shell makes of <(printf TEXT)."""
+    ends = []
+
+    def pipe_(text):
+        read, write_ = os.pipe()
+        ends.append(read)
+        os.write(write_, text.encode())
+        os.close(write_)
+        return f"/dev/fd/{read}"
+
+    with patch.dict(os.environ):
+        yield pipe_
+    for end in ends:
+        os.close(end)
+
+
+def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_path):
+    source, val = find(path=pipe("To be\r\n"), val_path=pipe("or not"))
+    for _ in range(2):
+        assert (texts_of(source), texts_of(val)) == (["To be\n"], ["or not"])
+    assert (source.name, source.sha256, val.sha256) == ("stdin", sha256(b"To be\r\n"), sha256(b"or not"))
+    with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
+        find(path=pipe(""))
+    with patch.dict(os.environ, WORLD_SIZE="2"):
+        with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"):
+            find(path=pipe("x"))
+    terminal, _ = os.openpty()
+    with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"):
+        find(path=f"/dev/fd/{terminal}")
+
+
+def test_the_prompt_and_the_scored_text_may_be_a_pipe(pipe):
+    assert documents(read_texts(pipe("To be\r\n"), "--score")) == ["To be\n"]
+
+
+def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
+    for name in ("b.txt", "a.txt", "more/c.md", "more/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"of {name[-5]}")
+    source, val = find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"], val_path=[pipe("piped")])
+    assert texts_of(source) == ["of b", "of c", "of d", "of a"]
+    assert texts_of(val) == ["piped"]
+    assert source.name == "b.txt-more-" + tmp_path.name
+    assert find(path=[f"{tmp_path}/b.txt"])[0].sha256 == sha256(b"of b")
+    with pytest.raises(UserError, match=r"data\.path=.*no\.txt does not exist"):
+        find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"])
+
+
+def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(find, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plays/old/a.txt", "odd [1].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    names = {"**/*.txt": "text", "plays/**/*.txt": "plays", "plays/*/a.txt": "a.txt", "./plays": "plays", ".": "text"}
+    for path, name in (names | {"odd [1].txt": "odd-1-.txt", f"{tmp_path}/*/*/*": tmp_path.name}).items():
+        assert find(path=path)[0].name == name
+
+
+def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
+    """Token files are found by them."""
+    for name in ("a.txt", "b.md", "c.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name)
+    sums = [sha256((tmp_path / name).read_bytes()) for name in ("a.txt", "b.md", "c.jsonl")]
+    assert find(path=str(tmp_path / "a.txt"))[0].sha256 == sums[0]
+    identity = json.dumps(["text", [".txt", ".md", ".jsonl"], sums], sort_keys=True)
+    assert find(path=str(tmp_path))[0].sha256 == sha256(identity.encode())
 
 
 def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):

@@ -1,0 +1,87 @@
+"""Documents of a data set of the Hugging Face hub, or of a folder with its layout. Its rows are streamed.
+
+The checksum of a data set of the hub is that of its commit, which is read even if the hub has a later one; that of a
+folder is of the files that are read.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from minigpt.data.readers import TextChunk, row_chunk, without_null
+from minigpt.data.sources import Source
+from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import checksums, sha256_json
+from minigpt.utils.scripts import import_extra
+
+
+def hub_source(data: Mapping[str, Any], split: str) -> Source:
+    """Return a split of `data.dataset`."""
+    name, subset, revision, field = (data[key] for key in ("dataset", "subset", "revision", "field"))
+    setting, is_local = f"data.dataset={name}", Path(name).is_dir()
+    with _explained(setting, is_local):
+        if is_local:
+            read = _local_files(_build(data, revision).config.data_files or {}, split, Path(data["folder"]))
+        else:
+            revision = _find_commit(name, revision, setting)
+            read = [name]
+
+    def stream() -> Iterator[TextChunk | None]:
+        with _explained(setting, is_local):
+            builder = _build(data, revision)
+            if not is_local and builder.hash != revision:  # of another commit, in the cache of datasets
+                raise ConnectionError(revision)
+            for row in builder.as_streaming_dataset(split=split):
+                yield row_chunk(row, field, setting, "column")
+
+    sha256 = sha256_json([*read, subset, revision, field, split])
+    return Source(name=data["name"], sha256=sha256, read=lambda: without_null(stream(), setting))
+
+
+def _local_files(files: Mapping[str, list[str]], split: str, folder: Path) -> list[str]:
+    """Return the suffix and the checksum of each file, by split, that a split such as train or train[:10%] reads."""
+    names = [name for name in files if name in re.split(r"\W+", split)]
+    paths = [Path(file) for name in names or files for file in files[name]]
+    return [*(path.suffix for path in paths), *checksums(paths, folder)]
+
+
+def _find_commit(name: str, revision: str | None, setting: str) -> str:
+    """Return the commit of a revision of a data set of the hub; without a network, the one last seen."""
+    if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    hub = import_extra("huggingface_hub", setting, "data")
+    offline = os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true")
+    try:  # the card, which nearly every data set has, is kept in a folder that is named by the commit
+        options = {"repo_type": "dataset", "revision": revision, "local_files_only": offline}
+        return Path(hub.hf_hub_download(name, "README.md", **options)).parent.name
+    except hub.errors.RemoteEntryNotFoundError:
+        return str(hub.dataset_info(name, revision=revision).sha)
+
+
+def _build(data: Mapping[str, Any], revision: str | None) -> Any:
+    """Return the builder of a data set."""
+    datasets = import_extra("datasets", f"data.dataset={data['dataset']}", "data")
+    datasets.disable_progress_bars()
+    builder = datasets.load_dataset_builder(data["dataset"], data["subset"], revision=revision)
+    if getattr(builder.config, "sample_by", None) == "line":  # a text file is one document
+        builder.config.sample_by = "document"
+    return builder
+
+
+@contextmanager
+def _explained(setting: str, is_local: bool) -> Iterator[None]:
+    """Raise UserError if a data set cannot be read, RunError if the hub cannot be reached."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        known = kinds & {"ValueError", "FileNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError"}
+        if is_local or (known and "LocalEntryNotFoundError" not in kinds):
+            raise UserError(f"{setting} cannot be read: {error}") from error
+        kind = type(error).__name__
+        raise RunError(f"{setting} could not be reached ({kind}); try again, or set data.path=…") from error
