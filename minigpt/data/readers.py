@@ -386,7 +386,7 @@ def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChun
     others = [key for key, value in cells.items() if isinstance(value, str)]
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     problem = (
-        f"{kind} {field} is no text, but {type(text).__name__}" if field in cells else f"no text in {kind} {field}"
+        f"{kind} {field} holds {type(text).__name__}, not text" if field in cells else f"no text in {kind} {field}"
     )
     raise UserError(f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})")
 

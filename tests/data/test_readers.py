@@ -103,7 +103,7 @@ def test_a_line_that_is_no_json_or_has_no_text_raises_with_its_number_and_the_fi
     for line, problem in {
         '{"title": "a", "body": "b", "year": 7}': "no text in field text; the fields with text are title, body;",
         '"text"': "no text in field text; there is no field with text;",
-        '{"text": 7, "body": "b"}': "field text is no text, but int; the fields with text are body;",
+        '{"text": 7, "body": "b"}': "field text holds int, not text; the fields with text are body;",
         "{": "not JSON",
         "[" * 100_000: "not JSON",
     }.items():

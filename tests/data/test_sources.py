@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from fnmatch import fnmatch
+from pathlib import Path
 from unittest.mock import patch
 
 import datasets
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import ROOT, documents, sha256, values
+from hub import Hub
 
 from minigpt.checkpoints.format import contents, write
 from minigpt.config import GPTConfig
@@ -21,7 +23,7 @@ from minigpt.data import sources
 from minigpt.data.prepare import load_corpus
 from minigpt.data.readers import read_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import PARTIAL, atomic_write, checksums
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
@@ -174,9 +176,9 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     assert (source.name, source.sha256, val.sha256) == ("stdin", sha256(b"To be\r\n"), sha256(b"or not"))
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
         find(path=pipe(""))
-    with patch.dict(os.environ, WORLD_SIZE="2"):
-        with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"):
-            find(path=pipe("x"))
+    several = pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save")
+    with patch.dict(os.environ, WORLD_SIZE="2"), several:
+        find(path=pipe("x"))
     terminal, _ = os.openpty()
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"):
         find(path=f"/dev/fd/{terminal}")
@@ -189,7 +191,7 @@ def test_the_prompt_and_the_scored_text_may_be_a_pipe(pipe):
 def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
     for name in ("b.txt", "a.txt", "more/c.md", "more/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"of {name[-5]}")
+        (tmp_path / name).write_text(f"of {Path(name).stem}")
     source, val = find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"], val_path=[pipe("piped")])
     assert texts_of(source) == ["of b", "of c", "of d", "of a"]
     assert texts_of(val) == ["piped"]
@@ -219,18 +221,133 @@ def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
     assert find(path=str(tmp_path))[0].sha256 == sha256(identity.encode())
 
 
-def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
+def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
     source, val = find(*HUB, dataset=str(stories))
     assert (texts_of(source), texts_of(val), source.name) == (TRAIN, VAL, "tinystories")
-    for other in ("subset", "revision", "field"):
+    for other in ("revision", "field"):
         assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
     write_stories(stories, "train", [*TRAIN, "one more"])
-    assert find(*HUB, dataset=str(stories))[0].sha256 != source.sha256
+    changed, val_again = find(*HUB, dataset=str(stories))
+    assert (changed.sha256 != source.sha256, val_again.sha256) == (True, val.sha256)
     assert find("openwebtext", dataset=str(stories))[1] is None
-    with patch("datasets.load_dataset", return_value=[{"body": "a row"}]) as load:
-        source, _ = find(*HUB, dataset="a/b", subset="c", revision="d", train_split="e", field="body")
-        assert texts_of(source) == ["a row"]
-    load.assert_called_once_with("a/b", "c", split="e", revision="d", streaming=True)
+    with pytest.raises(UserError, match="cannot be read: BuilderConfig 'other' not found"):
+        find(*HUB, dataset=str(stories), subset="other")
+
+
+def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(find, stories, tmp_path, monkeypatch):
+    """Not of its path, nor of other files in it."""
+    source, val = find(*HUB, dataset=str(stories))
+    (stories / "README.md").write_text("# Stories")
+    (stories / ".cache").write_text("hidden")
+    monkeypatch.chdir(tmp_path)
+    for path in (str(stories), "stories", "./stories/"):
+        again = find(*HUB, dataset=path)
+        assert [(one.sha256, texts_of(one)) for one in again] == [(source.sha256, TRAIN), (val.sha256, VAL)]
+    (stories / "data/validation-00000-of-00001.parquet").write_bytes(parquet(["other rows"]))
+    assert [one.sha256 == old.sha256 for one, old in zip(find(*HUB, dataset=path), (source, val), strict=True)] == [
+        True,
+        False,
+    ]
+
+
+def test_a_text_file_of_a_folder_with_the_layout_of_a_hub_is_one_document(find, stories):
+    folder = stories.parent / "texts"
+    folder.mkdir()
+    for name, text in (("train_1", "One day.\r\n\r\nTwo dogs.\n"), ("train_2", "The end.")):
+        (folder / f"{name}.txt").write_bytes(text.encode())
+    (source, _) = find("openwebtext", dataset=str(folder))
+    assert texts_of(source) == ["One day.\n\nTwo dogs.\n", "The end."]
+
+
+def test_null_of_a_hub_is_left_out_and_counted_and_every_line_end_is_a_line_break(find, stories, capsys):
+    write_stories(stories, "train", ["a\rb\r\nc", None, "", None])
+    source, _ = find("openwebtext", dataset=str(stories))
+    for _ in range(2):
+        assert texts_of(source) == ["a\nb\nc", ""]
+    warning = f"warning: 2 rows of data.dataset={stories} have null instead of a text and are left out\n"
+    assert capsys.readouterr().err == warning
+
+
+def parquet(texts):
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), content)
+    return content.getvalue()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A server with the interface of the hub, which the clients take for it, and empty caches."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub/hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
+    hub = Hub()
+    with hub.serve():
+        point_at(hub.url, monkeypatch)
+        yield hub
+
+
+def point_at(url, monkeypatch):
+    """Do what HF_ENDPOINT does before these modules are imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def offline_():
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    return offline_
+
+
+@pytest.mark.parametrize("card", [{"README.md": b"# Plays"}, {}], ids=["card", "none"])
+def test_a_data_set_of_the_hub_is_its_commit(find, hub, card):
+    first = hub.commit({"train.parquet": parquet(["one", "two"]), "validation.parquet": parquet(["val"]), **card})
+    source, val = find(*HUB, dataset="me/plays")
+    assert (texts_of(source), texts_of(val)) == (["one", "two"], ["val"])
+    hub.commit({"train.parquet": parquet(["changed"]), "validation.parquet": parquet(["val"]), **card})
+    changed, _ = find(*HUB, dataset="me/plays")
+    assert texts_of(changed) == ["changed"]
+    assert texts_of(source) == ["one", "two"]  # the commit that its checksum is of
+    assert changed.sha256 != source.sha256
+    assert find(*HUB, dataset="me/plays", revision=first)[0].sha256 == source.sha256
+    hub.commit(hub.commits[first], branch="v1")
+    assert find(*HUB, dataset="me/plays", revision="v1")[0].sha256 == source.sha256
+
+
+def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_cache_if_it_has_that(
+    find, hub, offline, monkeypatch
+):
+    files = {"train.parquet": parquet(["one"]), "README.md": b"# Plays"}
+    first = hub.commit(files)
+    source, _ = find("openwebtext", dataset="me/plays")
+    with monkeypatch.context() as patched:
+        patched.setenv("HF_DATASETS_OFFLINE", "1")
+        assert find("openwebtext", dataset="me/plays")[0].sha256 == source.sha256
+    datasets.load_dataset("me/plays")
+    second = hub.commit(files | {"train.parquet": parquet(["two"])})
+    changed, _ = find("openwebtext", dataset="me/plays")
+    offline()
+    assert find("openwebtext", dataset="me/plays")[0].sha256 == changed.sha256
+    with pytest.raises(RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"):
+        texts_of(changed)  # not the other commit, which is in the cache
+    cached, _ = find("openwebtext", dataset="me/plays", revision=first)
+    assert (texts_of(cached), cached.sha256, first != second) == (["one"], source.sha256, True)
+
+
+def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(find, hub, offline, monkeypatch):
+    hub.commit({"train.parquet": parquet(["one"]), "README.md": b"# Plays"})
+    for changes in ({"dataset": "me/nothing"}, {"dataset": "me/plays", "revision": "v9"}, {"dataset": "a b"}):
+        with pytest.raises(UserError, match=r"^data\.dataset=.* cannot be read: ") as error:
+            find("openwebtext", **changes)
+        assert error.value.exit_code == 2
+    point_at("http://127.0.0.1:9", monkeypatch)
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"):
+            find("openwebtext", dataset="me/plays")
+        offline()
 
 
 def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
@@ -246,10 +363,10 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
 
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):
     for changes, problem in (
-        ({"field": "id"}, rf"^data\.dataset={stories}: .* column id; .*text are text, title;"),
+        ({"field": "id"}, rf"^data\.dataset={stories}: column id holds int, not text; .*text are text, title;"),
+        ({"field": "body"}, rf"^data\.dataset={stories}: no text in column body; .*text are text, title;"),
         ({"train_split": "exam"}, "exam"),
         ({"dataset": "nobody/nothing"}, r"^data\.dataset=nobody/nothing [^\n]*$"),
     ):
-        source, _ = find(*HUB, **{"dataset": str(stories)} | changes)
         with pytest.raises(UserError, match=problem):
-            texts_of(source)
+            texts_of(find(*HUB, **{"dataset": str(stories)} | changes)[0])

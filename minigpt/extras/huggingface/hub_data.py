@@ -7,7 +7,7 @@ folder is of the files that are read.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     setting, is_local = f"data.dataset={name}", Path(name).is_dir()
     with _explained(setting, is_local):
         if is_local:
-            read = _local_files(_build(data, revision).config.data_files or {}, split, Path(data["folder"]))
+            files = [Path(file) for file in (_build(data, revision).config.data_files or {}).get(split, ())]
+            read = [*(file.suffix for file in files), *checksums(files, Path(data["folder"]))]
         else:
             revision = _find_commit(name, revision, setting)
             read = [name]
@@ -41,24 +42,26 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     return Source(name=data["name"], sha256=sha256, read=lambda: without_null(stream(), setting))
 
 
-def _local_files(files: Mapping[str, list[str]], split: str, folder: Path) -> list[str]:
-    """Return the suffix and the checksum of each file, by split, that a split such as train or train[:10%] reads."""
-    names = [name for name in files if name in re.split(r"\W+", split)]
-    paths = [Path(file) for name in names or files for file in files[name]]
-    return [*(path.suffix for path in paths), *checksums(paths, folder)]
-
-
 def _find_commit(name: str, revision: str | None, setting: str) -> str:
     """Return the commit of a revision of a data set of the hub; without a network, the one last seen."""
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     hub = import_extra("huggingface_hub", setting, "data")
-    offline = os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true")
-    try:  # the card, which nearly every data set has, is kept in a folder that is named by the commit
-        options = {"repo_type": "dataset", "revision": revision, "local_files_only": offline}
-        return Path(hub.hf_hub_download(name, "README.md", **options)).parent.name
-    except hub.errors.RemoteEntryNotFoundError:
-        return str(hub.dataset_info(name, revision=revision).sha)
+    card = {"repo_id": name, "filename": "README.md", "repo_type": "dataset", "revision": revision}
+    try:
+        if os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+            raise ConnectionError("HF_DATASETS_OFFLINE is set")
+        commit = str(hub.HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=10).sha)
+        with suppress(hub.errors.EntryNotFoundError):
+            hub.hf_hub_download(**card)  # keeps the commit of the revision in the cache
+        return commit
+    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
+        raise
+    except Exception:
+        cached = hub.try_to_load_from_cache(**card)
+        if not isinstance(cached, str):
+            raise
+        return Path(cached).parent.name
 
 
 def _build(data: Mapping[str, Any], revision: str | None) -> Any:
