@@ -4,6 +4,7 @@ A row is a command line in an empty folder with the files of `odd_files`, and a 
 RUN is the folder of a small run of `train.py`, TEXT its text, and TOKENS the pattern of the folder of its token files.
 """
 
+import bz2
 import shlex
 
 import pytest
@@ -18,6 +19,14 @@ REFUSED = {
     "train.py data.folder=latin.txt/data": "not a directory",
     "train.py tokenizer=byte data.train_bin=TOKENS/train.bin data.val_bin=TOKENS/val.bin": "tokenizer must be char, as",
     "train.py data.train_bin=TOKENS/train.bin data.val_bin=one.bin": "tokenizer=prepared needs a text, or both files",
+    "train.py data.folder=null": "data.folder must be a folder, got None",
+    "train.py data.path=[short.txt,none.txt]": "data.path=none.txt does not exist; give a file, a folder, a pattern",
+    "train.py data.path=[short.txt,7]": "data.path must be a local path or a list of them, or null, got ['short.txt', 7]",
+    "train.py data.path=https://example.com/a.txt": "data.path must be a local path or a list of them, or null, got h",
+    "train.py data.path=broken.txt": "data.path=broken.txt is a broken link to gone.txt; give a file that exists",
+    "train.py data.path=rows.txt": "rows.txt holds JSON, whose syntax would be trained on; make it .jsonl, with an obj",
+    "train.py data.path=table.csv": "table.csv, line 2: no text in column text; the columns with text are id, body;",
+    "train.py data.path=packed.txt": "packed.txt is bzip2; end its name with .bz2, or unpack it with bunzip2",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py hydra.job.chdir=yes": "hydra.job.chdir must be false, because relative paths would be",
@@ -158,6 +167,10 @@ def odd_files(tmp_path):
     (tmp_path / "one.txt").write_text("1")
     (tmp_path / "one.bin").write_bytes(bytes(2000))
     (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
+    (tmp_path / "broken.txt").symlink_to("gone.txt")
+    (tmp_path / "rows.txt").write_text('{"text": "a"}\n' * 100)
+    (tmp_path / "table.csv").write_text("id,body\n1,a fox\n")
+    (tmp_path / "packed.txt").write_bytes(bz2.compress(b"a fox " * 100))
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])

@@ -20,13 +20,16 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from corpora import ROOT, documents, random_texts
+from corpora import ROOT, documents, random_texts, sha256
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import readers
 from minigpt.data.readers import cut_point, find_files, read_documents, read_files, read_texts, text_chunks
 from minigpt.data.tokenizer import PATTERNS
+from minigpt.runs.run_dir import PLAN
+from minigpt.sweeps.report import RUNS
+from minigpt.sweeps.report import TEXT as TEXT_REPORT
 from minigpt.utils.errors import UserError
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -386,7 +389,6 @@ def test_fifos_and_sockets_in_a_folder_are_skipped_and_never_opened(tmp_path, ca
 
 
 def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, capsys, monkeypatch):
-    """The names are those of a real run, whose folder another test reads."""
     output = ["runs/x/log.txt", "runs/x/samples.txt", "runs/x/wandb/files/a.md", "runs/s/sweep.md", "runs/s/0/log.txt"]
     output += ["data/tinyshakespeare.txt", "data/stdin-0123.txt", "data/tokens/a.txt", "data/tiktoken/b.md"]
     texts = [
@@ -413,6 +415,17 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
         UserError, match=r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier"
     ):
         find("runs/x")
+
+
+def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_path, capsys):
+    (tmp_path / "my.txt").write_bytes(text.read_bytes())
+    options = (f"data.path={tmp_path}", "eval_every=5")
+    first = train(*options, "max_steps=5").summary
+    second = train(*options, "max_steps=10", "resume=auto").summary
+    assert (second["steps"], second["corpus_sha256"]) == (10, first["corpus_sha256"]) == (10, sha256(text.read_bytes()))
+    assert {file.name for file in (tmp_path / "run").glob("*.txt")} == {"log.txt", "samples.txt"}
+    assert f" files of {tmp_path} are skipped (of earlier commands)" in capsys.readouterr().err
+    assert ({PLAN} in readers._RUN_MARKS, {RUNS, TEXT_REPORT} in readers._RUN_MARKS) == (True, True)  # of sweeps
 
 
 def test_the_readme_of_a_clone_is_no_text_of_its_data_folder(monkeypatch):
