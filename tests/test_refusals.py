@@ -21,7 +21,7 @@ REFUSED = {
     "train.py data.train_bin=TOKENS/train.bin data.val_bin=one.bin": "tokenizer=prepared needs a text, or both files",
     "train.py data.folder=null": "data.folder must be a folder, got None",
     "train.py data.path=[short.txt,none.txt]": "data.path=none.txt does not exist; give a file, a folder, a pattern",
-    "train.py data.path=[short.txt,7]": "data.path must be a local path or a list of them, or null, got ['short.txt', 7]",
+    "train.py data.path=[short.txt,7]": "data.path must be a local path or a list of them, or null, got ['short",
     "train.py data.path=https://example.com/a.txt": "data.path must be a local path or a list of them, or null, got h",
     "train.py data.path=broken.txt": "data.path=broken.txt is a broken link to gone.txt; give a file that exists",
     "train.py data.path=rows.txt": "rows.txt holds JSON, whose syntax would be trained on; make it .jsonl, with an obj",

@@ -419,7 +419,7 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
 
 def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_path, capsys):
     (tmp_path / "my.txt").write_bytes(text.read_bytes())
-    options = (f"data.path={tmp_path}", "eval_every=5")
+    options = (f"data.path={tmp_path}", "eval_every=5", "callbacks.samples.max_new_tokens=3")
     first = train(*options, "max_steps=5").summary
     second = train(*options, "max_steps=10", "resume=auto").summary
     assert (second["steps"], second["corpus_sha256"]) == (10, first["corpus_sha256"]) == (10, sha256(text.read_bytes()))
