@@ -99,9 +99,8 @@ def find_files(path: str | Sequence[str], setting: str, folder: str | Path = "da
     _is_run.cache_clear()
     found: dict[str, Path] = {}
     for one in [path] if isinstance(path, str) else path:
-        for file in _find(
-            Path(os.path.expanduser(one or "''")), f"{setting}={one}", Path(folder)
-        ):  # Path("") is the folder
+        given = Path(os.path.expanduser(one or "''"))  # Path("") would be the current folder
+        for file in _find(given, f"{setting}={one}", Path(folder)):
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
 
@@ -113,9 +112,10 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
     if given.is_symlink():
         raise UserError(f"{setting} is a broken link to {os.readlink(given)}; give a file that exists")
     pattern = Path(escape(str(given)), "**", "*") if is_folder else given
+    depth = next((i for i, part in enumerate(given.parts) if has_magic(part) and not is_folder), len(given.parts))
     for file in sorted(file for file in {*_expand(pattern.as_posix())} if not file.is_dir()):
         suffix = content_suffix(file)
-        entries = {file, *file.parents} - {given, *given.parents}
+        entries = [file, *file.parents[: len(file.parts) - depth - 1]]  # below the folder or the fixed part
         reasons = {
             "broken link, FIFO or device": not file.is_file(),
             "of earlier commands": has_magic(pattern.name) and any(_is_output(entry, data_folder) for entry in entries),
@@ -382,7 +382,8 @@ def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChun
     if text is None:
         return None
     if isinstance(text, str):
-        return TextChunk(whole_characters(text).replace("\r\n", "\n").replace("\r", "\n"), True)
+        whole = text if text.isascii() else whole_characters(text)
+        return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
     others = [key for key, value in cells.items() if isinstance(value, str)]
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     problem = (

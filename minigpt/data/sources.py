@@ -121,11 +121,11 @@ def spool(path: str, setting: str, folder: Path) -> str:
     from an environment variable. Raise UserError if the input is a terminal, is empty, or is shared by processes.
     """
     is_stdin, file = path in STDIN, Path(path).expanduser()
+    variable = f"MINIGPT_STDIN_{'FILE' if is_stdin else sha256_json(path)[:8]}"
+    if spooled := os.environ.get(variable):  # a child process has no such pipe
+        return spooled
     if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
         return path
-    variable = f"MINIGPT_STDIN_{'FILE' if is_stdin else sha256_json(path)[:8]}"
-    if spooled := os.environ.get(variable):
-        return spooled
     read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
     # Set by torchrun, Lightning or srun; the script of a batch job is a single process.
     if env_number("WORLD_SIZE", env_number("SLURM_STEP_NUM_TASKS", 1)) > 1:

@@ -170,10 +170,16 @@ def pipe():
 
 
 def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_path):
-    source, val = find(path=pipe("To be\r\n"), val_path=pipe("or not"))
+    path = pipe("To be\r\n")
+    source, val = find(path=path, val_path=pipe("or not"))
     for _ in range(2):
         assert (texts_of(source), texts_of(val)) == (["To be\n"], ["or not"])
     assert (source.name, source.sha256, val.sha256) == ("stdin", sha256(b"To be\r\n"), sha256(b"or not"))
+    read = (
+        f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('{path}', '', Path('{ROOT}')))"
+    )
+    child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"  # a rank, which has no such pipe
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
         find(path=pipe(""))
     several = pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save")
