@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
     add("--score", metavar="PATH", help="print the likelihood of a text after the prompt, read in the same way")
-    add("--field", metavar="NAME", help="of .jsonl, .csv or .parquet, with the text (default: the run's data.field, or text)")
+    add("--field", metavar="NAME", help="of .jsonl, .csv or .parquet, with the text (default: data.field of the run)")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")

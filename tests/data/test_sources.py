@@ -309,10 +309,11 @@ def offline(monkeypatch):
 
 
 @pytest.mark.parametrize("card", [{"README.md": b"# Plays"}, {}], ids=["card", "none"])
-def test_a_data_set_of_the_hub_is_its_commit(find, hub, card):
+def test_a_data_set_of_the_hub_is_its_commit(find, hub, card, capsys):
     first = hub.commit({"train.parquet": parquet(["one", "two"]), "validation.parquet": parquet(["val"]), **card})
     source, val = find(*HUB, dataset="me/plays")
     assert (texts_of(source), texts_of(val)) == (["one", "two"], ["val"])
+    assert f"is read at commit {first}; data.revision={first} fixes it\n" in capsys.readouterr().err
     hub.commit({"train.parquet": parquet(["changed"]), "validation.parquet": parquet(["val"]), **card})
     changed, _ = find(*HUB, dataset="me/plays")
     assert texts_of(changed) == ["changed"]

@@ -16,6 +16,7 @@ from minigpt.data.sources import Source
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import checksums, sha256_json
 from minigpt.utils.scripts import import_extra
+from minigpt.utils.terminal import is_rank_zero, log
 
 
 def hub_source(data: Mapping[str, Any], split: str) -> Source:
@@ -28,6 +29,8 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
             read = [*(file.suffix for file in files), *checksums(files, Path(data["folder"]))]
         else:
             revision = _find_commit(name, revision, setting)
+            if revision != data["revision"] and is_rank_zero():
+                log(f"{setting} is read at commit {revision}; data.revision={revision} fixes it")
             read = [name]
 
     def stream() -> Iterator[TextChunk | None]:
