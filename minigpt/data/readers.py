@@ -47,10 +47,12 @@ _MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktok
 # With which a text does not begin: an array of objects, an object per line, or objects of many lines.
 _JSON_ROWS = rb'\s*(\[\s*\{\s*"|\{\s*".*\}\s*\n\s*\{\s*"|\{\s*\n(?s:.*?)\n\}\s*\{'
 # The same by suffix. Prose begins with no field and no list of texts either; a file of JSON may be one object.
-_JSON = dict.fromkeys(
-    ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,|\]\s*\Z))')
-)
-_JSON |= {".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")}
+_JSON = {
+    **dict.fromkeys(
+        ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,|\]\s*\Z))')
+    ),
+    **{".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")},
+}
 _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacked, or none
     codecs.BOM_UTF32_LE: "UTF-32; convert it: iconv -f UTF-32 -t UTF-8 {} > utf8.txt",
     b"\xff\xfe|\xfe\xff": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {} > utf8.txt",
@@ -129,11 +131,11 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
     if files and skipped:
         warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
-        suffixes = f"{', '.join(_FOLDER_SUFFIXES)}, or these with {', '.join(COMPRESSED_SUFFIXES)}"
-        problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
-        if not is_folder:
-            problem = "matches no file" if has_magic(str(given)) else "does not exist"
-            problem += "; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
+        problem = "matches no file" if has_magic(str(given)) else "does not exist"
+        problem += "; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
+        if is_folder:
+            suffixes = f"{', '.join(_FOLDER_SUFFIXES)}, or these with {', '.join(COMPRESSED_SUFFIXES)}"
+            problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
         raise UserError(f"{setting} {problem}" + (f"; {counted}" if skipped else ""))
     return files
 
@@ -155,12 +157,11 @@ def _expand(pattern: str) -> Iterator[Path]:
 
 def _is_output(entry: Path, data_folder: Path) -> bool:
     """Return whether an earlier run or preparation wrote an entry of a folder."""
-    folder, name = entry.parent, entry.name
     return (
         _is_run(entry)
-        or (_RUN_NAMES.fullmatch(name) is not None and _is_run(folder))
-        or (_DATA_NAMES.fullmatch(name) is not None and folder.resolve() == data_folder.resolve())
-        or (name == "README.md" and entry.resolve() == ROOT / "data" / name)
+        or (_RUN_NAMES.fullmatch(entry.name) is not None and _is_run(entry.parent))
+        or (_DATA_NAMES.fullmatch(entry.name) is not None and entry.parent.resolve() == data_folder.resolve())
+        or (entry.name == "README.md" and entry.resolve() == ROOT / "data" / "README.md")
     )
 
 
@@ -189,8 +190,8 @@ def read_texts(
 
 def read_files(files: Sequence[Path], field: str, separator: str = "") -> Iterator[TextChunk]:
     """Read the documents of files, without the rows whose text is null."""
-    chunks = chain.from_iterable(read_documents(file, field, separator) for file in files)
-    return without_null(chunks, f"{files[0]}{' …' if files[1:] else ''}")
+    documents = (read_documents(file, field, separator) for file in files)
+    return without_null(chain.from_iterable(documents), f"{files[0]}{' …' if files[1:] else ''}")
 
 
 def without_null(chunks: Iterable[TextChunk | None], name: str) -> Iterator[TextChunk]:
@@ -216,8 +217,8 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     suffix = content_suffix(file)
     if suffix in ROW_READERS:
         return ROW_READERS[suffix](file, field)
-    rows = None if separator else _JSON.get(suffix, _JSON["other"])
-    return text_chunks(_decode(_read_blocks(file), file, rows), separator)
+    blocks = _decode(_read_blocks(file), file, None if separator else _JSON.get(suffix, _JSON["other"]))
+    return text_chunks(blocks, separator)
 
 
 def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChunk]:
@@ -266,8 +267,10 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
         if offset == 0 and rows and rows.match(block.removeprefix(codecs.BOM_UTF8)):
-            advice = "make it .jsonl, with an object in each line, as jq -c . does, or jq -c '.[]' with an array"
-            raise UserError(f"{name} holds JSON, whose syntax would be trained on; {advice}")
+            raise UserError(
+                f"{name} holds JSON, whose syntax would be trained on; make it .jsonl, with an object in each line, as "
+                f"jq -c . does, or jq -c '.[]' with an array"
+            )
         offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
@@ -340,16 +343,18 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
 
 def _read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
     csv.field_size_limit((1 << 31) - 1)  # characters of a cell
-    delimiter = "\t" if content_suffix(file) == ".tsv" else ","
-    rows = csv.DictReader((f"{line}\n" for line in _read_lines(file)), delimiter=delimiter, strict=True)
+    dialect = "excel-tab" if content_suffix(file) == ".tsv" else "excel"
+    rows = csv.DictReader((f"{line}\n" for line in _read_lines(file)), dialect=dialect, strict=True)
     try:
         for row in rows:
             if None in row or None in row.values():
                 raise csv.Error(f"it has not {len(rows.fieldnames or [])} cells, as the header")
             yield row_chunk(row, field, f"{file}, line {rows.line_num:,}", "column")
     except csv.Error as error:
-        advice = 'put cells with a delimiter, " or a line break in quotes; as .txt the file is one text'
-        raise UserError(f"{file}, near line {rows.line_num:,}: {error}; {advice}") from error
+        raise UserError(
+            f"{file}, near line {rows.line_num:,}: {error}; put cells with a delimiter, a quote or a line break in "
+            f"quotes; as .txt the file is one text"
+        ) from error
 
 
 def _read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
