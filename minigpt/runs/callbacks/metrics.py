@@ -165,9 +165,10 @@ class MetricsCallback(Callback):
             share = sum(int(each.sum()) for each in changed) / sum(map(torch.numel, changed))
             self._first = {}
             if share < MIN_CHANGED:
-                what = f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have changed"
-                advice = "raise the learning rate, or use trainer.precision=bf16-mixed"
-                warn(f"{what}, and the others rounded to their old values; {advice}")
+                warn(
+                    f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have changed, and the "
+                    f"others rounded to their old values; raise the learning rate, or use trainer.precision=bf16-mixed"
+                )
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

