@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt.fast_decoder import FastDecoder, drop_older_half, first_window
-from minigpt.model import eval_mode
-from minigpt.model_changes import find_change, original, uncompiled, unwrap
+from minigpt.model_changes import evaluation, find_change, original, unwrap
 from minigpt.utils.errors import UserError
 
 
@@ -82,7 +81,7 @@ class Decoder:
         for window in dict.fromkeys(windows):  # equal ones, as those of one prompt, are read once
             by_length.setdefault(len(window), []).append(window)
         found: dict[tuple[int, ...], Tensor] = {}  # the logits (V,) after each window
-        with eval_mode(self.model), uncompiled():
+        with evaluation(self.model):
             for batch in by_length.values():
                 logits = self.model(torch.tensor(batch, device=self.device))  # (B, T, V)
                 if not isinstance(logits, Tensor) or logits.dim() != 3:

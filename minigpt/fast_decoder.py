@@ -1,16 +1,18 @@
 """Fast decoding of one token per sample and step, for models that their user did not change. Depends on torch alone.
 
-`GPT.forward` reads the prompts. `FastDecoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, but on
-plain objects without hooks, and with weights laid out for few rows: one token of a small model costs the overhead of
-its operations, not their arithmetic. Tokens/s against `GPT.forward(cache=…)` are in docs/sampling.md.
+The model is copied to plain objects, without hooks and always in evaluation mode. `GPT.forward` reads the prompts.
+`FastDecoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, with weights laid out for few rows: one
+token of a small model costs the overhead of its operations, not their arithmetic. Tokens/s against
+`GPT.forward(cache=…)` are in docs/sampling.md.
 
-A text may be longer than `block_size`: see `drop_older_half`. Samples can join and leave the batch between
-steps (`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or
+A text may be longer than `block_size`: see `drop_older_half`. Samples can join and leave the batch between steps
+(`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or
 `torch.no_grad`.
 
 Shapes: B samples, C n_embd, V vocab, L layers, K key-value heads, D head width, S visible slots.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -20,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.model import GPT, Cache, eval_mode
-from minigpt.model_changes import original, plain_kind, uncompiled
+from minigpt.model import GPT, Cache
+from minigpt.model_changes import evaluation, original, plain_kind
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -44,8 +46,10 @@ class FastDecoder:
         self, model: GPT, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
     ) -> None:
         config = model.config
-        self.model, self.config, self.block_size = model, config, config.block_size
-        self._fast_model = _fast_model(model)
+        self.config, self.block_size = config, config.block_size
+        self._reader = _plain(model)
+        self._fast_model = _fast_model(self._reader)
+        self._reader.logits = lambda x: x  # those of a text are not used, and take more memory than the rest
         weight = self._fast_model.wte.weight
         self.device = weight.device
         rotary = self._fast_model.rotary
@@ -166,10 +170,10 @@ class FastDecoder:
         for row in rows:
             self._begins[row] = begin
         # Not in inference mode, so that the model can be trained afterwards.
-        with torch.inference_mode(False), torch.no_grad(), eval_mode(self.model), uncompiled():
-            read = self.model.new_cache(len(contexts), length)
+        with torch.inference_mode(False), torch.no_grad(), evaluation():
+            read = self._reader.new_cache(len(contexts), length)
             if length:
-                self.model(torch.tensor(contexts, device=self.device), cache=read)
+                self._reader(torch.tensor(contexts, device=self.device), cache=read)
         for i, layer in enumerate(read.layers):
             for kind, values in enumerate((layer.k, layer.v)):
                 self._cache[2 * i + kind, rows, :, begin : self._end] = values
@@ -206,9 +210,12 @@ class _CacheSlots:
         return self.visible[keys], self.visible[keys + 1]
 
 
-def _fast_model(model: GPT) -> Any:
-    """Copy a model to plain objects, with faster linear layers and GELU in its blocks and head."""
-    config, fast = model.config, _plain(model)
+def _fast_model(plain: Any) -> Any:
+    """Copy a plain model, with faster linear layers and GELU in its blocks and head."""
+    config, fast = plain.config, copy.copy(plain)
+    fast.blocks = [copy.copy(block) for block in plain.blocks]
+    for block in fast.blocks:
+        block.attention, block.mlp = copy.copy(block.attention), copy.copy(block.mlp)
     is_gelu = all(block.mlp.activation is F.gelu for block in fast.blocks)
     scaled_gelu = is_gelu and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL
     half = math.sqrt(0.5) if scaled_gelu else 1.0

@@ -18,8 +18,8 @@ from torch import Tensor
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.decoder import make_decoder
 from minigpt.generation_settings import Sampling, check_settings
-from minigpt.model import GPT, eval_mode
-from minigpt.model_changes import uncompiled, unwrap
+from minigpt.model import GPT
+from minigpt.model_changes import evaluation, unwrap
 from minigpt.sampling import PerSampleRNG, draw, unused_ids
 from minigpt.utils.errors import RunError, UserError
 
@@ -177,7 +177,7 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
         window = torch.tensor(ids[begin : begin + block_size + 1], device=next(model.parameters()).device)  # (n,)
-        with eval_mode(model), uncompiled():
+        with evaluation(model):
             logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
         done = begin + len(window)

@@ -7,10 +7,7 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +23,6 @@ from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Ids
-
-_EVALUATIONS = Counter[nn.Module]()  # that run, of modules whose mode is training
-_MODES = threading.Lock()
 
 
 class GPT(nn.Module):
@@ -282,25 +276,3 @@ def _is_nan(loss: Tensor) -> bool:
     with suppress(RuntimeError):
         return loss.device.type == "cpu" and not torch.compiler.is_compiling() and bool(loss.isnan())
     return False
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the context, and leave each module in its mode.
-
-    Contexts of several threads may overlap: the last one that ends restores the mode.
-    """
-    with _MODES:
-        in_training = [module for module in model.modules() if module.training or module in _EVALUATIONS]
-        _EVALUATIONS.update(in_training)
-        for module in in_training:
-            module.training = False
-    try:
-        yield
-    finally:
-        with _MODES:
-            _EVALUATIONS.subtract(in_training)
-            for module in in_training:
-                module.training = not _EVALUATIONS[module]
-                if module.training:
-                    del _EVALUATIONS[module]

@@ -5,8 +5,9 @@ Fast decoding, checkpoints and exports use the weights without the model's own c
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -25,6 +26,9 @@ from minigpt.utils.errors import UserError
 _KINDS: Any = (GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention, nn.Linear, nn.Embedding)
 _KINDS += (nn.ModuleList, nn.ParameterList, nn.Identity)
 _METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
+_EVALUATIONS = Counter[nn.Module | None]()  # that run: of modules whose mode is training; None: all
+_SETTINGS = ExitStack()  # restores those of the process
+_LOCK = threading.Lock()
 _OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # attributes without effect in evaluation mode
 
 
@@ -49,36 +53,39 @@ def plain_kind(kind: Any) -> Any:
     return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
 
 
-class _Shared:
-    """A context of calls that may overlap, in any order: the first one enters it and the last one leaves it."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self.make, self.entered = make, ExitStack()
-        self.n_calls, self.lock = 0, threading.Lock()
-
-    def __call__(self) -> "_Shared":
-        return self
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.n_calls == 0:
-                self.entered.enter_context(self.make())
-            self.n_calls += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.n_calls -= 1
-            if self.n_calls == 0:
-                self.entered.close()
-
-
-@_Shared
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run models without what is prepared for every length of a text: compiled code, and the attention of cuDNN.
+def evaluation(*models: nn.Module) -> Iterator[None]:
+    """Run models in evaluation mode, and without what is prepared for every length of a text.
 
-    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms. Both are
-    settings of the process, which calls in several threads share.
+    Evaluations may overlap, in several threads and any order: the last one restores the modes and the settings.
+    """
+    with _LOCK:
+        in_training = [
+            module for model in models for module in model.modules() if module.training or module in _EVALUATIONS
+        ]
+        if not _EVALUATIONS[None]:
+            _SETTINGS.enter_context(_uncompiled())
+        _EVALUATIONS.update([None, *in_training])
+        for module in in_training:
+            module.training = False
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _EVALUATIONS.subtract([None, *in_training])
+            for module in in_training:
+                module.training = not _EVALUATIONS[module]
+                if module.training:
+                    del _EVALUATIONS[module]
+            if not _EVALUATIONS[None]:
+                _SETTINGS.close()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Disable compiled code, and the attention of cuDNN, in all of the process.
+
+    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
     """
     had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -6,7 +6,7 @@ the batch.
 Shapes: B samples, V vocab.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -61,14 +61,10 @@ def draw(
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
 
 
-def unused_ids(tokens: Collection[int], vocab_size: int, device: torch.device) -> Tensor | None:
+def unused_ids(tokens: Container[int], vocab_size: int, device: torch.device) -> Tensor | None:
     """Return a mask (V,) of the ids below `vocab_size` that are no token, or None if there are none."""
-    unused = set(range(vocab_size)).difference(tokens)
-    if not unused:
-        return None
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[list(unused)] = True
-    return mask.to(device)
+    unused = torch.tensor([i not in tokens for i in range(vocab_size)])
+    return unused.to(device) if unused.any() else None
 
 
 class PerSampleRNG:

@@ -20,7 +20,7 @@ from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT, MLP
-from minigpt.model_changes import find_change, uncompiled
+from minigpt.model_changes import evaluation, find_change
 from minigpt.ops import ACTIVATIONS
 from minigpt.sampling import PerSampleRNG, draw
 from minigpt.utils.errors import UserError
@@ -125,7 +125,7 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
     assert found == expected(model, PROMPTS, 8, **options)
     assert len(generate(model, [3] * 30, max_new_tokens=2 * BLOCK)[0].tokens) == 2 * BLOCK
     text = [*PROMPTS[2], *found[-1]]
-    with uncompiled():
+    with evaluation():
         logprobs = model(torch.tensor([text[:-1]]))[0].log_softmax(-1)
     own = logprobs[range(len(text) - 1), text[1:]].float()
     torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own)
@@ -148,7 +148,7 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
 
 def test_settings_of_the_process_are_restored_by_the_last_of_the_calls_that_overlap():
     torch.backends.cuda.enable_cudnn_sdp(True)  # as at the start of a process
-    first, second = uncompiled(), uncompiled()
+    first, second = evaluation(), evaluation()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -243,7 +243,7 @@ def expected(
     for i, text in enumerate(texts):
         uniforms = PerSampleRNG([seed + i % num_samples], torch.device("cpu"))
         for _ in range(n):
-            with uncompiled():
+            with evaluation():
                 logits = model(torch.tensor([text]))[:, -1].float()
             text.append(int(draw(logits, Sampling(**settings), uniforms.next())))
     return [text[-n:] for text in texts]

@@ -20,8 +20,7 @@ from minigpt import attention, generate
 from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
 from minigpt.extras.interpret.heads import attention_maps, without_head
 from minigpt.fast_decoder import FastDecoder
-from minigpt.model import eval_mode
-from minigpt.model_changes import find_change
+from minigpt.model_changes import evaluation, find_change
 from minigpt.ops import ACTIVATIONS, NORMS
 
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
@@ -261,7 +260,7 @@ def test_evaluation_leaves_each_module_in_its_mode():
     model = make_model(dropout=0.5).train()
     model.blocks[0].eval()  # as a user who finetunes the other blocks
     modes = [module.training for module in model.modules()]
-    with eval_mode(model):
+    with evaluation(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
 
@@ -270,7 +269,7 @@ def test_evaluations_that_overlap_restore_the_modes_when_the_last_one_ends():
     model = make_model(dropout=0.5).train()
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
-    first, second = eval_mode(model.blocks[0]), eval_mode(model)
+    first, second = evaluation(model.blocks[0]), evaluation(model)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

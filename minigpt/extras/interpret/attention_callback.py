@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 
 from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps
-from minigpt.model_changes import uncompiled
 from minigpt.runs.callbacks.samples import only_a_warning, title
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
@@ -42,8 +41,7 @@ class AttentionMaps(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"AttentionMaps failed at step {trainer.global_step}"):
-            with uncompiled():  # hooks would make a compiled model compile again
-                weights = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
+            weights = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
             if trainer.is_global_zero:
                 from minigpt.extras.interpret.attention_plots import plot_maps  # imports matplotlib
 

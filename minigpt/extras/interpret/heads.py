@@ -18,7 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import GPT, eval_mode
+from minigpt.model import GPT
+from minigpt.model_changes import evaluation
 
 N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
@@ -41,7 +42,7 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
         if get_ident() == caller and next(layer) in wanted:
             weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
 
-    with eval_mode(model), ExitStack() as hooks:
+    with evaluation(model), ExitStack() as hooks:  # uncompiled: hooks would make a compiled model compile again
         for block in dict.fromkeys(model.blocks):  # layers may share one
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
@@ -130,7 +131,7 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     def loss_of(model: GPT) -> float:
         return sum(float(model(*batch, reduction="sum")) for batch in batches) / n_targets
 
-    with eval_mode(model):
+    with evaluation(model):
         intact = loss_of(model)
         increases = [loss_of(without_head(model, *head)) - intact for head in heads]
     return torch.tensor(increases).view(L, H), intact
