@@ -49,7 +49,9 @@ class FastDecoder:
         self.config, self.block_size = config, config.block_size
         self._reader = _plain(model)
         self._fast_model = _fast_model(self._reader)
-        self._reader.logits = lambda x: x  # those of a text are not used, and take more memory than the rest
+        # Of what is read, only keys and values are used; its logits would take more memory than the rest.
+        self._reader.logits = lambda x: x
+        self._reader.blocks[-1].mlp = lambda x: x
         weight = self._fast_model.wte.weight
         self.device = weight.device
         rotary = self._fast_model.rotary
