@@ -35,6 +35,7 @@ from minigpt.utils.signals import END_SIGNALS
 Once = Callable[[str, Callable[[Path], Any]], Path]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background inherits as ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # … and a process under nohup
 # tiktoken's cache may be beside the folder of texts.
 if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
