@@ -223,7 +223,8 @@ def test_a_failure_to_load_the_best_checkpoint_for_a_sample_is_a_warning(train, 
 
 def test_curves_that_cannot_be_written_are_a_warning_after_the_summary(call, tmp_path, curves):
     (tmp_path / "run/curves.png").mkdir(parents=True)
-    ended = call("train.py", "max_steps=2", "hydra.run.dir=run")
+    (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
+    ended = call("train.py", "max_steps=2", "hydra.run.dir=run", "resume=auto")
     assert ended.returncode == 0
     (warning,) = (line for line in ended.stderr.splitlines() if "curves.png" in line)
     assert re.fullmatch(r"warning: curves\.png was not written: \S+/curves\.png: is a directory; .*", warning)

@@ -76,9 +76,9 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
 
 
 def download(url: str, sha256: str, target: Path) -> bool:
-    """Download a file atomically, unless one is there; return whether it is there now, with this checksum."""
-    if target.exists():
-        return checksums([target], None) == [sha256]
+    """Download a file atomically, unless it is there; return whether it is there now, with this checksum."""
+    if target.is_file() and checksums([target], None) == [sha256]:
+        return True
     import requests
 
     target.parent.mkdir(parents=True, exist_ok=True)

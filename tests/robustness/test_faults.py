@@ -54,9 +54,10 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
 ) -> None:
     """Also the originality of its text, and also if its picture cannot be written."""
     (tmp_path / "run/curves.png").mkdir(parents=True)
+    (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train("logger=wandb", "originality=100")
+    train("logger=wandb", "originality=100", "resume=auto")
     assert "Weights & Biases is lost" not in capsys.readouterr().err
     records = wandb_records(tmp_path / "run")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]

@@ -204,10 +204,11 @@ def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_w
     assert ours.splits_at_cuts == (name in ("gpt2", "qwen"))
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
     whole = [text for text in corpus() if len(text) > 2000][:4]
-    documents, text, cut = ["".join(whole[:3]), whole[3]], "".join(whole), int(sum(map(len, whole)) * 0.9)
-    for file, content, parts in (("a.txt", text, [text[:cut], text[cut:]]), ("a.jsonl", rows(documents), documents)):
+    text, cut = "".join(whole), int(sum(map(len, whole)) * 0.9)
+    documents = [text[:cut], text[cut:]]
+    for file, content in (("a.txt", text), ("a.jsonl", rows(documents))):
         prepared = prepare(content, tmp_path / "data", ours.to_dict(), name=file)
-        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
+        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in documents]
 
 
 @pytest.mark.parametrize("dropout", [0.1, 1.0])
