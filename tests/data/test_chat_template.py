@@ -28,6 +28,7 @@ TEMPLATES = {
     "a preamble for tools": "{% if tools is not none %}You have tools: {{ tools | tojson }}{% endif %}" + PLAIN,
     "a preamble for documents": "{% if documents is not none %}Read {{ documents | length }}.{% endif %}" + PLAIN,
     "either is undefined": "{% if tools is defined and documents is defined %}x{% endif %}{{ tools }}" + PLAIN,
+    "a token that is not set": "{% if sep_token is defined or add_bos_token is defined %}x{% endif %}" + PLAIN,
     "answers for training": """{% for m in messages %}{% set x = m.role %}
         {%- if m.role == "assistant" %}
             {% generation %}{{- m.content + eos_token -}}{% set x = "changed" %}{{ loop.index }}
@@ -62,7 +63,8 @@ def with_template(folder, **config):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_a_chat_are_those_of_transformers(folder, name):
-    ours, theirs = with_template(folder, chat_template=TEMPLATES[name], bos_token="<|endoftext|>")
+    config = {"bos_token": "<|endoftext|>", "sep_token": None, "add_bos_token": False}
+    ours, theirs = with_template(folder, chat_template=TEMPLATES[name], **config)
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

@@ -205,6 +205,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
         tokenizer = _complete(tokenizer, config, vocab_size)
         tokenizer.split_special = bool(config.get("split_special_tokens"))
         tokens = {name: _fields(token)["content"] for name, token in config.items() if name.endswith("_token")}
+        tokens = {name: content for name, content in tokens.items() if content}  # others are undefined in a template
         id_of = tokenizer.backend.token_to_id
         # The tokens of the tokenizer come before the ids of generation, and these before those of the model.
         settings = model | generation
@@ -235,9 +236,12 @@ def _complete(
     backend, limit = tokenizer.backend, vocab_size or math.inf
     named = {name: token for name, token in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    listed = [*config.get("added_tokens_decoder", {}).values(), *(named.pop(name, None) for name in _NAMES)]
-    listed += [*named.values(), *(extra.values() if isinstance(extra, dict) else extra)]
-    tokens = [tokenizers.AddedToken(**_fields(token)) for token in listed]
+    listed = [*(named.pop(name, None) for name in _NAMES), *named.values()]
+    listed += extra.values() if isinstance(extra, dict) else extra
+    tokens = [tokenizers.AddedToken(**_fields(token)) for token in config.get("added_tokens_decoder", {}).values()]
+    # A token that is named keeps the flags that it has.
+    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
+    tokens += [tokenizers.AddedToken(**each) for each in map(_fields, listed) if each["content"] not in known]
     usable = [token for token in tokens if vocab_size or backend.token_to_id(token.content) is not None]
     n_added = backend.add_tokens(usable)  # those that it has are not added, nor is an empty one
     if not n_added and tokenizer.vocab_size <= limit:
@@ -291,7 +295,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     }
     if isinstance(tokenizer, HuggingFaceTokenizer):
         config["split_special_tokens"] = tokenizer.split_special
-        config["bos_token"] = next(map(tokenizer.backend.id_to_token, tokenizer.bos), None)
+        # transformers would take an ordinary token that is named here out of every text.
+        config["bos_token"] = next((name for name, i in tokenizer.special.items() if [i] == tokenizer.bos), None)
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 

@@ -255,6 +255,12 @@ def without_tokens(content):
     return json.dumps(json.loads(content) | {"added_tokens": []})
 
 
+def stripping(content):
+    """Return a tokenizer.json whose special tokens take the spaces around them."""
+    added = [token | {"lstrip": True, "rstrip": True} for token in json.loads(content)["added_tokens"]]
+    return json.dumps(json.loads(content) | {"added_tokens": added})
+
+
 NAMED = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "unk_token": "<unk>"}
 WORD = {"content": "zu", "lstrip": False, "normalized": True, "rstrip": True, "single_word": False, "special": False}
 IMPORTED = {  # content, tokenizer_config.json, the ids that are added before a text and after it
@@ -266,6 +272,13 @@ IMPORTED = {  # content, tokenizer_config.json, the ids that are added before a 
     "none, though the configuration has one": (lambda: content_of("llama2"), NAMED | {"add_bos_token": True}, [], []),
     "special tokens as text": (lambda: with_template("<s> $A"), NAMED | {"split_special_tokens": True}, [1], []),
     "tokens of the configuration": (lambda: without_tokens(with_template("<s> $A")), NAMED, [1], []),
+    "tokens that strip spaces": (lambda: stripping(with_template("<s> $A")), NAMED, [1], []),
+    "an end token that strips spaces": (
+        lambda: with_template("<s> $A"),
+        NAMED | {"added_tokens_decoder": {"2": WORD | {"content": "</s>", "special": True}}},
+        [1],
+        [],
+    ),
     "more tokens of the configuration": (
         lambda: content_of("gpt2"),
         {"extra_special_tokens": ["<a>"], "pad_token": "<pad>", "added_tokens_decoder": {"7": WORD}},
@@ -283,7 +296,8 @@ def test_the_ids_of_a_prompt_and_of_a_scored_text_are_those_of_transformers(tmp_
     before = [theirs.convert_tokens_to_ids("<|im_start|>")] if before is None else before
     for ours in (imported, from_dict(json.loads(json.dumps(imported.to_dict())))):
         assert (list(ours.prefix), list(ours.suffix)) == (before, after)
-        for text in ["a", " a", "a</s>", "<s>a</s> b<unk>", "x<|im_start|>y", "<a> <pad>zu<think>", *texts(60, seed=3)]:
+        special = ["a</s>", "<s>a </s> b<unk>", "x<|im_start|>y", "<a> <pad>zu<think>"]
+        for text in ["a", " a", *special, *texts(60, seed=3)]:
             ids = theirs(text).input_ids
             assert encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]  # which goes on
             assert [*ours.prefix, *ours.parse(text).tolist(), *ours.suffix] == ids
@@ -328,6 +342,17 @@ def test_a_tokenizer_of_an_older_checkpoint_is_read_and_written_as_it_was():
     tokenizer = from_dict(older)
     assert tokenizer.to_dict() == older
     assert (tokenizer.end_ids, tokenizer.start.tolist()) == ([2], [1])
+
+
+def test_an_ordinary_token_that_a_prompt_starts_with_stays_in_texts(tmp_path):
+    letters = CharTokenizer("\n ab")
+    first = load_tokenizer(save(letters, tmp_path, {"bos_token_id": letters.start.tolist()[0]}))
+    folder = save(first, tmp_path, {"bos_token_id": first.start.tolist()[0]})
+    text = "a\nb"
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids = letters.encode(text).tolist()
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+    assert ours.start.tolist() == letters.start.tolist()
 
 
 def test_special_tokens_without_an_embedding_are_left_out(tmp_path):
