@@ -47,6 +47,8 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
 
 def find_corpus(checkpoint: Path) -> token_files.Corpus:
     """Return the corpus of a checkpoint's run; raises UserError as `validation_batches`."""
+    if checkpoint.is_dir():  # of Hugging Face
+        raise UserError(f"{checkpoint} is no run of minigpt, whose text is known")
     run = read_run(checkpoint)[MINIGPT]
     with explain_errors(f"the corpus of {checkpoint} cannot be read"):
         data = run["config"]["data"]

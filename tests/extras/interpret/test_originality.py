@@ -88,3 +88,10 @@ def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, 
     without = call("sample.py", *options, "--originality")
     assert (without.returncode, without.stdout) == (0, plain.stdout)
     assert "--originality is ignored" in without.stderr
+
+
+def test_a_folder_of_hugging_face_has_no_text_to_compare_with(call, gpt2_folder):
+    result = call("sample.py", str(gpt2_folder), "--originality", "--device", "cpu", "--max-new-tokens", "3")
+    assert result.returncode == 0
+    ignored = f"--originality is ignored: {gpt2_folder} is no run of minigpt, whose text is known\n"
+    assert ignored in result.stderr
