@@ -40,12 +40,13 @@ _DATA_NAMES = re.compile(r"tokens|tiktoken|checksums\.json|stdin-\w+\.txt|tinysh
 _BLOCK_BYTES = 1 << 20  # read at a time
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
 _MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
-# With which a text does not begin: an array of objects, an object per line, or objects of many lines.
-_JSON_ROWS = rb'\s*(\[\s*\{\s*"|\{\s*".*\}\s*\n\s*\{\s*"|\{\s*\n(?s:.*?)\n\}\s*\{'
+# With which a text does not begin: an array of objects, an object per line, or objects of many lines,
+# each with a key. Code and markup may have braces in lines of their own.
+_JSON_ROWS = rb'\s*(\[\s*\{\s*"[^"\n]*"\s*:|\{\s*"[^"\n]*"\s*:(.*\}\s*\n|(?s:.*?)\n\})\s*\{'
 # The same by suffix. Prose begins with no field and no list of texts either; a file of JSON may be one object.
 _JSON = {
     **dict.fromkeys(
-        ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,|\]\s*\Z))')
+        ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))')
     ),
     **{".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")},
 }

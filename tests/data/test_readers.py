@@ -280,6 +280,7 @@ def test_rows_of_json_on_standard_input_are_refused(text, monkeypatch):
     [
         *("{", "[", "", "{\n}\n{\n}", "[ACT I] {aside}", "[1] a footnote\n[2] another\n", "{Enter} [Exit]\n{Enter}"),
         *("[[link]] text", "[x](y)\n[z](w)", '["so to speak"] he said', "{{template}}", '{ "quoted" }', "{'a': 1}"),
+        *("{\n\\bf x\n}\n{\n\\it y\n}", '{\n"Hello!"\n}\n{\n"Bye!"\n}', '["Ann", 10:00] Hello'),
     ],
 )
 def test_a_text_that_begins_with_a_bracket_is_a_text(tmp_path, text):
