@@ -294,7 +294,7 @@ def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_p
         ("tokenizer=byte", "other settings select the text"),
         ("data.val_fraction=0.2", "other settings select the text"),
         ("data.path=typo.txt", "other settings select the text"),
-        ("seed=1337", r"give a file, a folder, a pattern such as '\S*', or a list \S*$"),  # in a new folder
+        ("seed=1337", r"give a file, a folder, a pattern such as '\S*', or a list \[a.txt,b.txt\]$"),  # in a new folder
     ):
         missing = "typo.txt" if "typo" in change else "mine.txt"
         with pytest.raises(UserError, match=rf"data\.path=.*{missing} does not exist; .*{problem}"):

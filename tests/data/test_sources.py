@@ -332,6 +332,7 @@ def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_
     source, _ = find("openwebtext", dataset="me/plays")
     with monkeypatch.context() as patched:
         patched.setenv("HF_DATASETS_OFFLINE", "1")
+        patched.delattr(huggingface_hub, "errors")  # no module has imported it in a new process
         assert find("openwebtext", dataset="me/plays")[0].sha256 == source.sha256
     datasets.load_dataset("me/plays")
     second = hub.commit(files | {"train.parquet": parquet(["two"])})
@@ -366,6 +367,13 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
     write(content | {"state_dict": {}}, tmp_path / "last.safetensors")
     load_corpus(data | {"val_fraction": 0.5}, {"name": "char"})  # another split of the same text
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
+
+
+def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(train, stories, tmp_path):
+    given = ("data=openwebtext", "data.path=null", "data.val_split=validation", "tokenizer=byte")
+    train(*given, f"data.dataset={stories}", "max_steps=1")
+    with pytest.raises(UserError, match="is not searched, because other settings select the text"):
+        train(*given, f"data.dataset={tmp_path}/another", "max_steps=2", "resume=auto")
 
 
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):

@@ -24,7 +24,10 @@ from minigpt.utils.terminal import warn
 
 TOKENS_PER_BATCH = 4096
 # The settings of the data group that select the text.
-_TEXT = ("path", "val_path", "field", "separator", "split", "val_fraction", "source", "train_bin", "val_bin")
+_TEXT = (
+    *("path", "val_path", "field", "separator", "split", "val_fraction", "source", "train_bin", "val_bin"),
+    *("dataset", "subset", "revision", "train_split", "val_split"),
+)
 
 
 def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
@@ -91,7 +94,7 @@ def find_resumed_corpus(run: RunConfig, folder: Path | None, missing: UserError)
     saved = content[MINIGPT]
     with explain_errors("the corpus of the checkpoint cannot be read"):
         before = saved["config"]
-        same = all(before["data"].get(key) == data[key] for key in _TEXT) and before["tokenizer"] == run.tokenizer
+        same = all(before["data"].get(key) == data.get(key) for key in _TEXT) and before["tokenizer"] == run.tokenizer
         found = _find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
     if found is None:
         problem = "has none of the run" if same else "is not searched, because other settings select the text"
