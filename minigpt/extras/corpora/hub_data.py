@@ -50,15 +50,16 @@ def _find_commit(name: str, revision: str | None, setting: str) -> str:
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     hub = import_extra("huggingface_hub", setting, "data")
+    errors = import_extra("huggingface_hub.errors", setting, "data")  # no attribute of a package just imported
     card = {"repo_id": name, "filename": "README.md", "repo_type": "dataset", "revision": revision}
     try:
         if os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
             raise ConnectionError("HF_DATASETS_OFFLINE is set")
         commit = str(hub.HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=10).sha)
-        with suppress(hub.errors.EntryNotFoundError):
+        with suppress(errors.EntryNotFoundError):
             hub.hf_hub_download(**card)  # keeps the commit of the revision in the cache
         return commit
-    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError):
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         raise
     except Exception:
         cached = hub.try_to_load_from_cache(**card)
