@@ -93,7 +93,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             ", ".join(map(str, tokenizer.values())),
             lambda _: is_same or tokenizer["name"] == PREPARED,
             f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].with_name(META)}",
-            f"tokenizer={PREPARED} selects it",
+            "init_from needs token files of its own" if built else f"tokenizer={PREPARED} selects it",
         )
         return prepared
     if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained, PREPARED):

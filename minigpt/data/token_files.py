@@ -183,6 +183,12 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path |
     found = {key: _find_bins(key, data[key]) for key in ("train_bin", "val_bin")}
     layouts = [_layout(f"data.{key}={file}", file, vocab_size) for key, files in found.items() for file in files]
     train, val = found.values()
+    for meta in filter(Path.is_file, {file.with_name(META) for file in (*train, *val)}):
+        if (
+            b'"provenance"' in meta.read_bytes()  # not of another tool
+            and tokenizers.from_dict(read_json(meta).get("tokenizer")).token_bytes != tokenizer.token_bytes
+        ):
+            raise UserError(f"{meta.parent} has token files of another tokenizer; give files of one, and tokenizer=…")
     if len(widths := {width for width, _ in layouts}) > 1:
         raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got several; {_WRITE}")
     dtype, headers = f"uint{8 * widths.pop()}", [header for _, header in layouts]

@@ -209,13 +209,31 @@ def test_prepared_token_files_are_the_same_corpus_without_their_text(tmp_path, n
     others = ["char", "byte", "gpt2", BPE, BPE | {"vocab_size": 261}, CharTokenizer("ab").to_dict()]
     for other in others:
         if other not in (name, tokenizer):
-            with pytest.raises(UserError, match=rf"tokenizer must be {name}.*, as in {folder_of(corpus)}/meta\.json"):
+            way_out = "init_from needs" if isinstance(other, dict) and "alphabet" in other else "tokenizer=prepared"
+            was = rf"tokenizer must be {name}.*, as in {folder_of(corpus)}/meta\.json, got .*; {way_out}"
+            with pytest.raises(UserError, match=was):
                 corpus_of(None, tmp_path, other, **bins)
     (folder_of(corpus) / "meta.json").write_text('{"vocab_size": 256}')  # of another tool
     if name != "bpe":
         assert corpus_of(None, tmp_path, "byte", **bins).provenance == {}
     with pytest.raises(UserError, match=r"tokenizer=prepared .*tokenizer=gpt2"):
         corpus_of(None, tmp_path, "prepared", **bins)
+
+
+def test_token_files_of_several_tokenizers_are_refused(tmp_path):
+    made = {name: folder_of(prepare(TEXT * 9, tmp_path, name)) for name in ("char", "byte")}
+    for train, val in (("char", "byte"), ("byte", "char"), ("*", "byte")):
+        bins = {
+            "train_bin": f"{made.get(train, tmp_path / 'tokens/*')}/train.bin",
+            "val_bin": f"{made[val]}/val.bin",
+        }
+        with pytest.raises(UserError, match=rf"^{made['char']} has token files of another tokenizer; "):
+            corpus_of(None, tmp_path, "byte", **bins)
+    other = tmp_path / "other"
+    other.mkdir()
+    (made["byte"] / "val.bin").rename(other / "val.bin")  # without the description of its folder
+    bins = {"train_bin": f"{made['byte']}/train.bin", "val_bin": f"{other}/val.bin"}
+    assert corpus_of(None, tmp_path, "byte", **bins).val.tokens == len(TEXT * 9) - int(0.9 * len(TEXT * 9))
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):
