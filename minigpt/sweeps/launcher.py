@@ -36,7 +36,7 @@ from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.scripts import ROOT, import_extra
 from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, handle_signals
-from minigpt.utils.terminal import env_number, log
+from minigpt.utils.terminal import env_number, log, replace_dead_output
 
 _busy = threading.Lock()  # held while this worker runs a job
 
@@ -220,6 +220,7 @@ class _Worker:
 
 def _init_worker(parent: int) -> None:
     """Put a worker process into a process group, and end it when its parent is gone."""
+    replace_dead_output(ends_script=False)  # it has no streams if its parent was started without
     os.setpgid(0, 0)  # Ctrl-C goes to the group of the parent, which then signals this one
     # tqdm's default lock is a semaphore that a killed worker would leave behind.
     tqdm.set_lock(threading.RLock())

@@ -48,8 +48,8 @@ def replace_dead_output(*, ends_script: bool) -> None:
     Args:
         ends_script: raise the error too; otherwise the script does its work to the end.
     """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        stream = getattr(sys, name) or os.fdopen(os.dup2(os.open(os.devnull, os.O_WRONLY), number), "w")
         setattr(sys, name, stream)
         for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
             setattr(stream, method, partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script))

@@ -1,6 +1,9 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
+import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import BrokenExecutor, Future
 
 import pytest
@@ -12,6 +15,30 @@ from minigpt.run_config import check_run
 from minigpt.sweeps.launcher import Joblib, Launcher, visible_gpus
 from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_sweep
 from minigpt.utils.signals import Interrupted
+
+JOB_WITHOUT_STREAMS = """
+import sys
+from pathlib import Path
+from minigpt.sweeps.launcher import _output_to, _Worker
+from minigpt.utils.terminal import replace_dead_output
+
+def job():
+    with _output_to(Path(sys.argv[1])):
+        print("trained")
+
+replace_dead_output(ends_script=False)
+_Worker({}).submit(job).result()
+"""
+
+
+@pytest.mark.parametrize("closed", [1, 3])
+def test_a_sweep_without_standard_streams_writes_the_output_of_its_jobs(tmp_path, closed):
+    log = tmp_path / "log.txt"
+    command = [sys.executable, "-c", JOB_WITHOUT_STREAMS.replace("sys.argv[1]", repr(str(log)))]
+    first = 1 if closed == 1 else 0  # only stdout, or all three
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=lambda: os.closerange(first, first + closed))
+    assert done.returncode == 0
+    assert log.read_text() == "trained\n"
 
 
 @pytest.mark.parametrize(
