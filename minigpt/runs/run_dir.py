@@ -38,22 +38,23 @@ _HEADER = re.compile(rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\
 def make_folder(settings: DictConfig) -> Path:
     """Return the folder of a run or a sweep. If it is named by the time, rank 0 makes it, and all ranks take it.
 
-    If another run has that name, which nobody chose, the folder gets a suffix.
+    If another run has that name, the folder gets a suffix; but not if it is named by the day or so,
+    which its user chose to resume it.
 
     Args:
         settings: `hydra.run` or `hydra.sweep`, whose `dir` is set to the folder.
     """
     folder = named = Path(str(settings.dir))
     _missing[:] = [each for each in (named, *named.parents) if not each.exists()]
-    if "${now:" in str(OmegaConf.to_container(settings)):
+    if "${now:" in (pattern := str(OmegaConf.to_container(settings))):
         with suppress(OSError):  # it is raised again where the folder is used
             for n in count(2) if is_rank_zero() else ():
                 with suppress(FileExistsError):
-                    folder.mkdir(parents=True)
+                    folder.mkdir(parents=True, exist_ok="%S" not in pattern)
                     break
                 folder = named.with_name(f"{named.name}-{n}")
         folder = gather_objects(folder)[0]
-        _missing.insert(0, folder)
+        _missing[:0] = {folder} - {named}
         settings.dir = str(folder)
     return folder
 
@@ -109,7 +110,9 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
     """Raise UserError if a folder with these names holds what a run would overwrite, but for that of one it resumes."""
-    is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint({_LOCK, ".hydra"})
+    # Other programs with Hydra write hydra.yaml too
+    own = {_LOCK} if (folder / ".hydra/hydra.yaml").exists() else {_LOCK, ".hydra"}
+    is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint(own)
     in_sweep = (folder.resolve().parent / PLAN).exists()  # whose jobs print to log.txt
     held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
     if held and not (resume and is_run):
@@ -134,7 +137,9 @@ def update_latest_link(folder: Path) -> None:
     if (folder.parent / PLAN).exists():
         return
     with suppress(OSError):  # some file systems have no links
-        if (latest := folder.parent / LATEST).is_symlink():  # else it is the user's
+        if (latest := folder.parent / LATEST).is_symlink() and (
+            not latest.exists() or any((latest / name).exists() for name in (_LOCK, ".hydra", PLAN))
+        ):  # of a run or a sweep, or broken; else it is the user's
             latest.unlink()
         latest.symlink_to(folder.name, target_is_directory=True)
 

@@ -77,9 +77,13 @@ def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_pat
     (tmp_path / "latest").mkdir()  # a folder of the user stays
     (tmp_path / "archive/latest").unlink()
     (tmp_path / "archive/latest").write_text("a file of the user")
+    (tmp_path / "own/release").mkdir(parents=True)
+    (tmp_path / "own/latest").symlink_to("release")  # a link of the user
     finished_run(tmp_path, "run")
     finished_run(tmp_path / "archive", "fourth")
+    finished_run(tmp_path / "own", "run")
     assert not (tmp_path / "latest").is_symlink()
+    assert (tmp_path / "own/latest").resolve() == tmp_path / "own/release"
     assert (tmp_path / "archive/latest").read_text() == "a file of the user"
 
 
@@ -126,6 +130,29 @@ def test_a_run_does_not_begin_in_a_folder_with_files_of_the_user_that_it_would_c
     assert files(tmp_path) == before
 
 
+def test_a_run_does_not_resume_in_a_folder_of_another_program_with_hydra(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    for name in (".hydra/config.yaml", ".hydra/hydra.yaml", "metrics.csv"):
+        (tmp_path / name).write_text("precious")
+    before = files(tmp_path)
+    error = "already holds .hydra; choose another folder"
+    with pytest.raises(UserError, match=error), run_dir.lock_run_dir(tmp_path, resume=True):
+        run_dir.truncate_logs(tmp_path, 0)
+    assert files(tmp_path) == before
+
+
+def test_a_folder_that_is_named_by_the_day_is_resumed_and_kept(tmp_path):
+    setup_globals()  # the resolver `now`
+    settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:%Y}}"}) for _ in range(2)]
+    with run_dir.remove_unused_folders():
+        folder = run_dir.make_folder(settings[0])
+    assert not folder.exists()  # this command made it
+    folder.mkdir()
+    with run_dir.remove_unused_folders():
+        assert run_dir.make_folder(settings[1]) == folder
+    assert folder.exists()
+
+
 def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(call, small, tmp_path, monkeypatch):
     monkeypatch.setattr("hydra.core.utils.datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5)))
     name = "2026-01-02_03-04-05"
@@ -146,7 +173,7 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(call
 def test_processes_that_choose_a_folder_at_once_choose_different_ones(tmp_path):
     setup_globals()  # the resolver `now`
     with ThreadPoolExecutor(8) as pool:
-        settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:one}}"}) for _ in range(8)]
+        settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:%S one}}"}) for _ in range(8)]
         assert len({*pool.map(run_dir.make_folder, settings)}) == 8
     assert {str(path) for path in tmp_path.iterdir()} == {each.dir for each in settings}
 
