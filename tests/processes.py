@@ -157,8 +157,8 @@ def _run_forked(
     sys.argv = command
     if prepare:
         prepare()
-    sys.stdout = open(1, "w", closefd=False)  # of the kind of its file, pipe or terminal
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # of the kind of its file, pipe or terminal
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:  # as at the exit of an interpreter; a forked process would join its children first, and leave out the rest
