@@ -247,8 +247,8 @@ def _complete(
     if not n_added and tokenizer.vocab_size <= limit:
         return tokenizer
     content = json.loads(backend.to_str())
-    known = [each for each in content["added_tokens"] if not each["special"] and each["id"] in tokenizer.token_bytes]
-    added = [each for each in content["added_tokens"] if each["id"] < limit or each in known]
+    ordinary = [each for each in content["added_tokens"] if not each["special"] and each["id"] in tokenizer.token_bytes]
+    added = [each for each in content["added_tokens"] if each["id"] < limit or each in ordinary]
     return HuggingFaceTokenizer(json.dumps(content | {"added_tokens": added}))
 
 
