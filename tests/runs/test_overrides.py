@@ -97,6 +97,8 @@ def test_nothing_is_imported_from_the_working_folder_unless_a_target_is_there(ca
     assert str(tmp_path) not in sys.path
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_path):
     (tmp_path / "mine/optimizer").mkdir(parents=True)
     (tmp_path / "mine/optimizer/sgd.yaml").write_text("_target_: parts_of_a_test.sgd\nlr: 0.1\n")
@@ -131,6 +133,7 @@ def test_train_of_python_raises_a_user_error(message):
         train(WRONG[message])
 
 
+@pytest.mark.slow
 def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
     """On the command line and in Python, in folders with odd names; what is printed can be pasted."""
     monkeypatch.setenv("HOME", str(tmp_path))

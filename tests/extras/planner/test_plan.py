@@ -188,6 +188,7 @@ def test_a_long_run_is_compiled_if_that_is_faster(plan):
 
 
 @pytest.mark.xdist_group("compiled")
+@pytest.mark.slow
 def test_without_a_compiler_a_long_run_is_not_compiled(cfg, text, tmp_path, monkeypatch):
     from torch._inductor import config as inductor
 
