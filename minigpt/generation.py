@@ -116,9 +116,8 @@ def stream(
     def steps() -> Iterator[Step]:
         decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
         uniforms = PerSampleRNG(seeds, decoder.device)
-        unused = None  # (V,)
-        if tokenizer is not None:
-            unused = unused_ids(tokenizer.token_bytes, decoder.logits.size(-1), decoder.device)
+        size = decoder.logits.size(-1)
+        unused = None if tokenizer is None else unused_ids(tokenizer.token_bytes, size, decoder.device)  # (V,)
         seen = None  # (B, V)
         if filters.repetition_penalty != 1:
             seen = torch.zeros_like(decoder.logits, dtype=torch.bool)

@@ -38,8 +38,6 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
-    import torch
-
     from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.init_from import find_pretrained
@@ -59,14 +57,7 @@ def main() -> None:
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:
             require(f"--{flag}", number, *integer(1, count))
-    n_tokens = len(ids) if text else 0
-    block_size = model.config.block_size
-    if n_tokens < 2:
-        raise UserError(f"--prompt must have at least 2 tokens, got {n_tokens}")
-    if n_tokens > block_size and not args.truncate:
-        most = f"at most block_size={block_size} tokens"
-        raise UserError(f"--prompt must have {most}, got {n_tokens}; set --truncate")
-    tokens = torch.tensor(ids[-block_size:])  # (T,)
+    tokens = heads.prompt_tokens(ids if text else [], model.config.block_size, truncate=args.truncate)
     batches = validation_batches(path, model) if args.ablation else None
     log(f"loaded {path}")
 

@@ -20,12 +20,22 @@ from tqdm import tqdm
 from minigpt.attention import MultiHeadAttention
 from minigpt.model import GPT
 from minigpt.model_changes import evaluation
+from minigpt.utils.errors import UserError
 
 N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
 # 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
 INDUCTION_THRESHOLD = 0.3
 MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large weights on the previous token
+
+
+def prompt_tokens(ids: Sequence[int], block_size: int, *, truncate: bool) -> Tensor:
+    """Return the ids (T,) of a prompt to look at, T ≥ 2; `truncate` keeps the last `block_size` of a longer one."""
+    if len(ids) < 2:
+        raise UserError(f"--prompt must have at least 2 tokens, got {len(ids)}")
+    if len(ids) > block_size and not truncate:
+        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(ids)}; set --truncate")
+    return torch.tensor(ids[-block_size:])
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ class Engine:
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_cache_bytes = memory(next(model.parameters()).device) // 4
-        self.end_ids = tokenizer.end_ids if tokenizer.separated else []
+        self.end_ids = tokenizer.end_ids
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
         self._jobs: list[_Job] = []  # that may run or wait
@@ -237,8 +237,13 @@ class Engine:
             uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
             index = rows if len(groups) > 1 else slice(None)  # without a copy
-            stacked = torch.stack(seen) if seen else None
-            tokens[index] = draw(logits[index], sampling, uniforms, stacked, self._unused)
+            tokens[index] = draw(
+                logits[index],
+                sampling,
+                uniforms,
+                torch.stack(seen) if seen else None,
+                self._unused,
+            )
         return tokens
 
     def _send(self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True) -> None:

@@ -41,7 +41,7 @@ class Letters:
 
     TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
     token_bytes = dict.fromkeys(range(23), b"?") | dict(enumerate(TOKENS))
-    separated = False
+    end_ids: list[int] = []
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self.TOKENS[i] if i < len(self.TOKENS) else b"?" for i in ids)
