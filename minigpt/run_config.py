@@ -2,11 +2,14 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.config import RULES, GPTConfig
 from minigpt.utils import checks
@@ -21,6 +24,13 @@ TRAINER_OPTIONS = (
 )
 
 Node = dict[str, Any]  # a config group
+
+# A setting whose value is from outside the configuration. Not the folder or the time of a run, which no other run has;
+# no password, which is not written to disk; and no setting of a logger, which changes no result
+OUTSIDE = re.compile(
+    r"(?s)(?!logger\b|.*\$\{(?:hydra|now):).*(?<!\\)\$\{(?:logger\b|pause_at\b|[\w.]+:"
+    r"(?!(?:\$\{oc\.env:)?\w*(?i:API_?KEY|TOKEN|SECRET|PASSWORD)[,}]))"
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,30 @@ def use_integers(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if not accepts(value) and accepts(as_integer(value)):
             OmegaConf.update(cfg, key, as_integer(value))
+
+
+def use_outside_values(cfg: DictConfig) -> None:
+    """Replace references to the environment, and to what else `OUTSIDE` matches, by their values.
+
+    Runs that differ in the seed alone still do, because references to the seed and to other settings stay.
+    """
+    OmegaConf.update(cfg, "seed", cfg.get("seed"), force_add=True)
+    outside = [key for key, value in flat(OmegaConf.to_container(cfg)) if OUTSIDE.match(f"{key}={value}")]
+    unseeded = OmegaConf.merge(cfg, {"seed": r"\${seed}"}) if outside else cfg
+    for key, config in product(outside, (cfg, unseeded)):
+        with suppress(OmegaConfBaseException):  # a missing variable, or one that is named by the seed
+            value = OmegaConf.select(config, key)
+            known = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            OmegaConf.update(cfg, key, known)
+
+
+def flat(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a configuration by dotted key."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from ((f"{key}.{name}", each) for name, each in flat(value))
+        else:
+            yield key, value
 
 
 def _advice(value: Any) -> str:

@@ -154,7 +154,7 @@ def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
     if is_rank_zero():
         (folder / ".hydra").mkdir(exist_ok=True)
         (folder / ".hydra/config.yaml").write_text(composed, encoding="utf-8")
-        OmegaConf.save(list(overrides), folder / ".hydra/overrides.yaml")
+        OmegaConf.save(overrides, folder / ".hydra/overrides.yaml")
 
 
 def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.config import GPTConfig
 from minigpt.distributed.process_group import join_ranks, shared_errors
-from minigpt.run_config import RunConfig, check_hydra
+from minigpt.run_config import RunConfig, check_hydra, use_outside_values
 from minigpt.runs import run_dir
 from minigpt.runs.lightning_workarounds import fast_imports
 from minigpt.runs.overrides import SETTABLE, complete_overrides
@@ -85,6 +85,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         try:
             with shared_errors():
                 check_hydra(HydraConfig.get())
+                use_outside_values(cfg)
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 corpus = None
                 if cfg.minutes is not None:

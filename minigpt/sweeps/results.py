@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
+from minigpt.run_config import OUTSIDE
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
 from minigpt.sweeps.settings import by_name, is_relevant, relevant_settings
@@ -81,17 +82,26 @@ class Point:
     @cached_property
     def row(self) -> str:
         """What the point shares with those that differ from it in their seed alone."""
-        items = (self.settings or self.written).items()
-        return repr(sorted(item for item in items if item[0] != "seed"))
+        settings = {name: value for name, value in (self.settings or self.written).items() if name != "seed"}
+        # A reference is what it refers to; a reference to the seed stays.
+        referred = {f"${{{name}}}": value for name, value in settings.items()}
+        values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
+        return repr([self.folder, *values] if self.unrecorded else values)
+
+    @cached_property
+    def unrecorded(self) -> list[str]:
+        """Settings whose values were in the environment; only runs of older versions have some."""
+        return [name for name, value in self.settings.items() if OUTSIDE.match(f"{name}={value}")]
 
     def value(self, name: str) -> Any:
         """Return a setting of the configuration, or, for a group, the choice that was given."""
         return self.settings.get(name, self.written.get(name))
 
     def text(self, name: str) -> str | None:
-        """Return a setting as it was written, or by default; None for a group that was not given."""
-        if name in self.written or name not in self.settings:
-            return self.written.get(name)
+        """Return a setting as it was written, or its value; None for a group that was not given."""
+        written = self.written.get(name)
+        if name not in self.settings or (written is not None and "${" not in written):
+            return written
         value = self.settings[name]
         return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -127,6 +137,9 @@ def read_sweep(folder: Path) -> list[Point]:
         points = [_read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))]
     if not points:
         raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
+    for point in points:
+        if point.unrecorded:
+            warn(f"{point.folder} holds no value of {', '.join(point.unrecorded)}, so it is a row of its own")
     return [refresh(point) for point in points]
 
 

@@ -1,8 +1,10 @@
 """The overrides and settings that identify a run among others: by name, and without those that change no result."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from minigpt.run_config import flat
 
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
@@ -41,12 +43,4 @@ def relevant_settings(config: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
-    return {key: value for key, value in _flat(config) if is_relevant(f"{key}={value}")}
-
-
-def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from ((f"{key}.{name}", each) for name, each in _flat(value))
-        else:
-            yield key, value
+    return {key: value for key, value in flat(config) if is_relevant(f"{key}={value}")}

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
-from minigpt.run_config import RunConfig, check_hydra, use_integers
+from minigpt.run_config import RunConfig, check_hydra, use_integers, use_outside_values
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import PLAN, make_folder, update_latest_link, write_failure
@@ -166,6 +166,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
         with open_dict(config):
             del config["hydra"]
+        use_outside_values(config)
         use_integers(config)
         return config
 

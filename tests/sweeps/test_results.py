@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 from scipy import stats
-from small_runs import table
+from small_runs import composed, table
 
+from minigpt.run_config import use_outside_values
 from minigpt.runs.run_dir import lock_run_dir
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import pareto_front, ranked
 from minigpt.sweeps.report import print_table, report, write_runs, write_table
 from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
+from minigpt.sweeps.settings import relevant_settings
 from minigpt.sweeps.sweep_plots import sweep_figure
 from minigpt.utils.errors import UserError
 
@@ -229,6 +232,90 @@ def test_equal_overrides_with_different_configurations_are_different_rows(tmp_pa
         (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
     expected = [{"max_steps": "20"}, {"max_steps": "40"}, {"max_steps": "20", "resume": "runs/a"}]
     assert [{k: v for k, v in row[0].items() if k != "model.n_head"} for row in shown(read_sweep(tmp_path))] == expected
+
+
+VARIANTS = {
+    "a default": {},
+    "another seed": {"seed": 2},
+    "another rate": {"optimizer.lr": 0.2},
+    "a rate of the environment": {"optimizer.lr": "${oc.decode:${oc.env:LR}}"},
+    "the same rate": {"optimizer.lr": 0.002},
+    "the same rate and another seed": {"optimizer.lr": "${oc.decode:${oc.env:LR}}", "seed": 2},
+    "the rate of the optimizer elsewhere": {"optimizer.lr": 0.002, "schedule.rate": "${optimizer.lr}"},
+    "its value there": {"optimizer.lr": 0.002, "schedule.rate": 0.002},
+    "its value there of the environment": {"optimizer.lr": 0.002, "schedule.rate": "${oc.decode:${oc.env:LR}}"},
+    "steps of snapshots": {"callbacks.snapshots.max_steps": 1000},
+    "other steps of snapshots": {"callbacks.snapshots.max_steps": 500},
+    "other steps": {"max_steps": 500},
+    "other steps and those of snapshots": {"max_steps": 500, "callbacks.snapshots.max_steps": 500},
+    "a file of the environment and the seed": {"data.path": "${oc.env:LR}/${seed}.txt"},
+    "the same file": {"data.path": "0.002/${seed}.txt"},
+    "the same file of another seed": {"data.path": "0.002/${seed}.txt", "seed": 2},
+    "a list": {"optimizer.betas": [0.9, "${oc.decode:${oc.env:LR}}"]},
+    "the same list": {"optimizer.betas": [0.9, 0.002]},
+    "a pause": {"pause_at": 250},
+    "a rate of the pause": {"pause_at": 250, "optimizer.lr": "${pause_at}"},
+    "a rate of another pause": {"pause_at": 500, "optimizer.lr": "${pause_at}"},
+    "a logger": {"logger.rate": 0.1},
+    "a rate of the logger": {"logger.rate": 0.2, "optimizer.lr": "${logger.rate}"},
+}
+
+
+def test_runs_are_one_row_if_and_only_if_their_resolved_settings_without_the_seed_are_equal(monkeypatch):
+    monkeypatch.setenv("LR", "0.002")
+    default = composed()
+    rows, resolved = {}, {}
+    for name, change in VARIANTS.items():
+        cfg = default.copy()
+        for key, value in change.items():
+            OmegaConf.update(cfg, key, value, force_add=True)
+        same_seed = OmegaConf.merge(cfg, {"seed": 0})
+        expected = OmegaConf.to_container(same_seed, resolve=True)
+        resolved[name] = {key: value for key, value in expected.items() if key not in ("logger", "pause_at")}
+        use_outside_values(cfg)
+        point = Point(Path(name), {}, settings=relevant_settings(cfg))
+        rows[name] = (point.row, point.seed)
+    for one, other in itertools.combinations(VARIANTS, 2):
+        assert (rows[one][0] == rows[other][0]) == (resolved[one] == resolved[other]), (one, other)
+    assert {seed for _, seed in rows.values()} == {"1337", "2"}
+
+
+def test_what_is_of_one_run_splits_no_row_and_no_password_is_written(monkeypatch):
+    monkeypatch.setenv("HUB_TOKEN", "secret")
+    kept = {"folder": "${hydra:runtime.output_dir}/x", "time": "${now:%S}", "key": "${oc.env:HUB_TOKEN}"}
+    given = {"callbacks": kept, "logger": {"key": "${oc.env:NAME_OF_NONE}"}, "tokens": "${oc.env:HUB_TOKENS,3}"}
+    cfg = OmegaConf.create({**given, "text": r"\${oc.env:HOME}", "seed": "${oc.decode:'4'}"})
+    use_outside_values(cfg)
+    expected = {**given, "text": r"\${oc.env:HOME}", "tokens": "3", "seed": 4}
+    assert OmegaConf.to_container(cfg) == expected
+    point = Point(Path("0"), {}, settings=relevant_settings(cfg))
+    assert (point.unrecorded, "secret" in repr(point)) == ([], False)
+
+
+def test_rates_of_the_environment_are_those_that_a_run_was_trained_with(train, tmp_path, monkeypatch):
+    for seed, rate in enumerate(("0.002", "0.2", "0.002")):
+        monkeypatch.setenv("LR", rate)
+        given = ["optimizer.lr='${oc.decode:${oc.env:LR}}'", f"seed={seed}", "max_steps=1", "eval_every=1"]
+        train(*given, folder=tmp_path / f"runs/{seed}")
+    points = read_sweep(tmp_path / "runs")
+    of_rate = {row.value("optimizer.lr"): [point.seed for point in row.points] for row in ranked(points)}
+    assert of_rate == {"0.002": ["0", "2"], "0.2": ["1"]}
+    assert {row.label() for row in ranked(points)} == {"lr=0.002", "lr=0.2"}
+
+
+def test_runs_of_older_versions_do_not_record_the_environment_and_are_averaged_with_no_other(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("LR", "0.2")  # not necessarily that of the runs
+    for seed, lr in enumerate(("${oc.decode:${oc.env:LR}}", "${oc.decode:${oc.env:LR}}", "${rate}", 0.5)):
+        folder = run_folder(tmp_path / f"{seed}", f"seed={seed}")
+        settings = {"optimizer": {"lr": lr}, "rate": 0.5, "seed": seed}
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+    points = read_sweep(tmp_path)
+    assert [[point.seed for point in row.points] for row in ranked(points)] == [["0"], ["1"], ["2", "3"]]
+    warnings = capsys.readouterr().err.splitlines()
+    assert [Path(line.split()[1]).name for line in warnings] == ["0", "1"]
+    assert all(line.endswith("holds no value of optimizer.lr, so it is a row of its own") for line in warnings)
 
 
 @pytest.mark.parametrize(

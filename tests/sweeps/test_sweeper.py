@@ -96,7 +96,7 @@ def plan(text, tmp_path, monkeypatch):
     compose, composed = Sweeper.compose, {}
 
     def compose_once(sweeper, values):
-        line = tuple(sweeper._overrides(values))
+        line = (os.environ.get("LR"), *sweeper._overrides(values))
         return composed[line] if line in composed else composed.setdefault(line, compose(sweeper, values))
 
     monkeypatch.setattr(Sweeper, "compose", compose_once)
@@ -267,6 +267,26 @@ def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
         with pytest.raises(UserError, match=re.escape(expected)):
             plan(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")} == before
+
+
+def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(plan, tmp_path, monkeypatch):
+    line = ["optimizer.lr='${oc.decode:${oc.env:LR}}'", "resume=auto"]
+    monkeypatch.setenv("LR", "0.002")
+    plan(*line, "seed=1,2")
+    sweeper = plan(*line, "seed=1,2,3")
+    (job,) = sweeper.engine.configs
+    assert (job.seed, job.optimizer.lr) == (3, 0.002)
+    (row,) = ranked(read_sweep(sweeper.folder))
+    assert [point.value("optimizer.lr") for point in row.points] == [0.002] * 3
+    monkeypatch.setenv("LR", "0.2")
+    with pytest.raises(UserError, match=r"sweep that differs in optimizer\.lr \(0\.002 there, 0\.2 now\); choose"):
+        plan(*line, "seed=1,2,3,4")
+    monkeypatch.setenv("LR", "0.002")
+    old = json.loads((plan_file := sweeper.folder / "sweep.json").read_text())
+    old["settings"]["optimizer.lr"] = "${oc.decode:${oc.env:LR}}"  # of an older version
+    plan_file.write_text(json.dumps(old))
+    with pytest.raises(UserError, match=r"differs in optimizer\.lr \(\$\{oc\.decode:\S+ there, 0\.002 now"):
+        plan(*line, "seed=1,2,3,4")
 
 
 def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
