@@ -27,7 +27,7 @@ METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.t
 LATEST = "latest"  # link to the newest run, beside the run folders
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
-_LOCK = ".lock"
+LOCK = ".lock"
 _WRITTEN = {".hydra", "checkpoints", METRICS, SUMMARY, CURVES, SAMPLES, LOG, RUN_PLAN, "attention", "wandb"}  # by a run
 _missing: list[Path] = []  # folders that were, each before its parents
 ORIGINALITY_HEADER = "── originality ──"
@@ -84,15 +84,11 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
     if not is_rank_zero():
         yield
         return
-    was_locked = (folder / _LOCK).exists()
-    try:
-        # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
-        lock = FileLock(folder / _LOCK).acquire(timeout=120 if RESTARTS else 2)
-    except Timeout as error:
-        raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
-    with lock:
+    was_locked = (folder / LOCK).exists()
+    # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
+    with _locked(folder, "run", 120 if RESTARTS else 2):
         real = folder.resolve()  # the folder may be given as the link `latest`
-        before = {entry.name for entry in real.iterdir() if was_locked or entry.name != _LOCK}
+        before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
             _check_unused(folder, before, resume)
             # Left by killed runs, also by safetensors
@@ -103,15 +99,42 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         finally:
             written = {entry.name for entry in real.iterdir()} - before
             checkpoints = [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]  # snapshot of step 0
-            if written <= {".hydra", _LOCK, RUN_PLAN, LOG, *checkpoints}:
+            if written <= {".hydra", LOCK, RUN_PLAN, LOG, *checkpoints}:
                 for path in (real / name for name in written):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def lock_sweep_dir(folder: Path) -> Iterator[None]:
+    """Lock the folder of a sweep, and make it; raise UserError if another sweep uses it, or it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, "sweep", 0):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps a file that is open
+                (folder / LOCK).unlink()
+
+
+@contextmanager
+def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
+    """Hold the lock of a folder, which may be released within so many seconds."""
+    try:
+        lock = FileLock(folder / LOCK).acquire(timeout=seconds)
+    except Timeout as error:
+        advice = f"wait for it, or choose another folder with hydra.{kind}.dir=…"
+        raise UserError(f"another {kind} uses {folder}; {advice}") from error
+    except OSError as error:
+        error.filename = error.filename or str(folder / LOCK)  # a disk without locks names none
+        raise
+    with lock:
+        yield
 
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
     """Raise UserError if a folder with these names holds what a run would overwrite, but for that of one it resumes."""
     # Other programs with Hydra write hydra.yaml too
-    own = {_LOCK} if (folder / ".hydra/hydra.yaml").exists() else {_LOCK, ".hydra"}
+    own = {LOCK} if (folder / ".hydra/hydra.yaml").exists() else {LOCK, ".hydra"}
     is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint(own)
     in_sweep = (folder.resolve().parent / PLAN).exists()  # whose jobs print to log.txt
     held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
@@ -122,10 +145,10 @@ def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
 
 def is_locked(folder: Path) -> bool:
     """Return whether a run uses a folder at this moment."""
-    if not (folder / _LOCK).exists():
+    if not (folder / LOCK).exists():
         return False
     try:
-        with FileLock(folder / _LOCK, timeout=0):
+        with FileLock(folder / LOCK, timeout=0):
             return False
     except OSError as error:  # or the disk is read-only
         return isinstance(error, Timeout)
@@ -138,7 +161,7 @@ def update_latest_link(folder: Path) -> None:
         return
     with suppress(OSError):  # some file systems have no links
         if (latest := folder.parent / LATEST).is_symlink() and (
-            not latest.exists() or any((latest / name).exists() for name in (_LOCK, ".hydra", PLAN))
+            not latest.exists() or any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
         ):  # of a run or a sweep, or broken; else it is the user's
             latest.unlink()
         latest.symlink_to(folder.name, target_is_directory=True)

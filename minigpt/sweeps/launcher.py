@@ -30,7 +30,7 @@ from tqdm import tqdm
 from minigpt.runs.overrides import quote_override
 from minigpt.runs.run import train
 from minigpt.runs.run_dir import LOG, SUMMARY
-from minigpt.sweeps.results import Point
+from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
 from minigpt.utils.checks import POSITIVE_INT, as_integer, or_null
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
@@ -51,7 +51,8 @@ class Job:
     def __call__(self) -> None:
         folder = self.point.folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
+        if refresh(self.point).status not in (COMPLETED, RUNNING):  # meanwhile, by another command
+            (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         with _busy, _output_to(folder / LOG):
             try:
                 (train if self.point.settings["trainer.devices"] == 1 else _train_in_process)(self.overrides)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minigpt.run_config import RunConfig, check_hydra, use_integers, use_outside_values
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
-from minigpt.runs.run_dir import PLAN, make_folder, update_latest_link, write_failure
+from minigpt.runs.run_dir import LOCK, PLAN, lock_sweep_dir, make_folder, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
@@ -82,9 +82,14 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Check the points, run those that are not completed, and report.
 
         Raises:
-            UserError: no setting has several values, no point is possible, or the folder holds something else.
+            UserError: no setting has several values, no point is possible, another sweep uses the folder, or it holds
+                something else.
             RunError: a run failed; all others have ended.
         """
+        with lock_sweep_dir(self.folder):
+            self._sweep(arguments)
+
+    def _sweep(self, arguments: list[str]) -> None:
         # resume=auto is of the sweep: runs that have begun resume, the others start as the rest of the command says.
         given = (argument for argument in arguments if argument != "resume=auto")
         named = by_name([*(literal(f"{key}={value}", True) for key, value in self.params.items()), *given])
@@ -208,7 +213,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         log(f"{len(pending)} of {len(batch)} to run")
         if not pending:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         update_latest_link(self.folder)
         self._write_plan()
         ended = itertools.count(1)
@@ -220,7 +224,8 @@ class Sweeper(hydra_sweeper.Sweeper):
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
             loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s of training" if point.loss(NATS) else ""
-            reason = f": {point.reason}" if point.reason else ""
+            problem = point.reason or (failure if point.pending else "")  # not if another command completed it
+            reason = f": {problem}" if problem else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
         self.engine.points, self.engine.on_end = pending, on_end  # which only launchers of minigpt use
@@ -255,13 +260,10 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _read_existing(self) -> list[Point]:
         """Read the points of the sweep that the folder holds, if any; raise UserError if it holds something else."""
-        try:
-            files = list(self.folder.iterdir())  # an error if it is a file, or lies below one
-        except FileNotFoundError:
-            files = []
-        if not files:
+        names = {file.name for file in self.folder.iterdir()} - {LOCK}
+        if not names:
             return []
-        if self.folder / PLAN not in files:
+        if PLAN not in names:
             raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
         if self.cfg.resume != "auto":
             raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}")

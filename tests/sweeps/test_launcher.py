@@ -1,19 +1,24 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures import BrokenExecutor, Future
+from dataclasses import replace
 
 import pytest
 import yaml
+from filelock import FileLock
 from omegaconf import OmegaConf
 from small_runs import ROOT, composed
 
 from minigpt.run_config import check_run
-from minigpt.sweeps.launcher import Joblib, Launcher, visible_gpus
+from minigpt.runs.run_dir import read_summary, write_summary
+from minigpt.sweeps.launcher import Job, Joblib, Launcher, visible_gpus
 from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_sweep
+from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
 
 JOB_WITHOUT_STREAMS = """
@@ -131,6 +136,22 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
     assert launcher.stops == SENT[sent]  # whether the jobs were killed
     assert launcher.ended == [(point, "") for point in launcher.submitted]  # resumed later, and not failed
     assert len(launcher.submitted) <= 2
+
+
+def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(trained, small, tmp_path):
+    folder = tmp_path / "sweep/seed=1337"
+    shutil.copytree(trained(), folder)
+    line = [*small, f"hydra.run.dir='{folder}'"]
+    job = Job(Point(folder, {}, settings={"trainer.devices": 1}), line)
+    before = (folder / "summary.json").read_bytes()
+    replace(job, overrides=[*line, "resume=auto"])()  # which has nothing to do
+    with pytest.raises(RunError, match="already holds a run"):
+        job()
+    assert (folder / "summary.json").read_bytes() == before
+    write_summary(folder, {"status": "interrupted"})
+    with FileLock(folder / ".lock"), pytest.raises(RunError, match="another run uses"):
+        job()
+    assert read_summary(folder) == {"status": "interrupted"}
 
 
 @pytest.mark.slow

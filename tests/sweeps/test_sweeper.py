@@ -1,6 +1,7 @@
 """Sweeps: their points, with a fake launcher, and sweeps in processes of their own."""
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -23,7 +25,7 @@ from omegaconf import OmegaConf, open_dict
 from processes import Script, live_processes
 from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wandb_records
 
-from minigpt.runs.run_dir import read_summary, write_summary
+from minigpt.runs.run_dir import is_locked, read_summary, write_summary
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep
 from minigpt.sweeps.sweeper import SAME, Sweeper
@@ -289,6 +291,39 @@ def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(plan,
         plan(*line, "seed=1,2,3,4")
 
 
+def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, monkeypatch):
+    folder, locked = tmp_path / "sweep", []
+
+    class Watched(Engine):
+        def launch(self, job_overrides, initial_job_idx):
+            locked.append(is_locked(folder))
+            assert [point.status for point in read_sweep(folder)] == ["waiting"] * 2  # others read it meanwhile
+            super().launch(job_overrides, initial_job_idx)
+
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda folders: locked.append(is_locked(*folders)))
+    plan("seed=1,2", engine=Watched())
+    (folder / ".lock").touch()  # of a sweep that was killed
+    with pytest.raises(KeyboardInterrupt):
+        plan("seed=1,2,3", "resume=auto", engine=Engine(jobs=0))
+    assert (locked, is_locked(folder)) == ([True] * 3, False)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    message = r"^another sweep uses \S+/sweep; wait for it, or choose another folder with hydra\.sweep\.dir="
+    with FileLock(folder / ".lock"), pytest.raises(UserError, match=message):
+        plan("seed=1,2,3", "resume=auto")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize("line", [[], ["seed=1,2", "-m"]], ids=["run", "sweep"])
+def test_a_disk_without_locks_is_one_line(call, line, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    key = "hydra.sweep.dir" if line else "hydra.run.dir"
+    error = one_line(call("train.py", *line, f"{key}=mine"))
+    assert re.fullmatch(r"error: \S*mine/\.lock: no locks available; choose another folder", error)
+
+
 def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
     line = ["seed=1,2", f"data.path={tmp_path}/mine.txt"]
     (tmp_path / "mine.txt").write_text(text.read_text())
@@ -455,6 +490,24 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
     assert (folder / good[1] / "log.txt").read_text().count("step 20/20") == 1
     assert rows(folder / good[1]) == rows(train("optimizer.lr=1e-3", "seed=2").folder)
+
+
+@pytest.mark.slow
+def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(start, launch, tmp_path, train):
+    folder, line = tmp_path / "sweep", ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
+    sweep = start(*line, held="seed=1")
+    for more in ([], ["resume=auto"]):
+        second = launch("train.py", *line, *more, "hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep", cwd=tmp_path)
+        assert one_line(second).startswith("error: another sweep uses sweep; wait for it, or choose another folder")
+    reported = launch("sweep_report.py", "sweep", cwd=tmp_path)
+    assert (reported.returncode, reported.stderr) == (0, "")
+    by_hand = train("seed=2", folder=folder / "seed=2").summary
+    os.kill(int((tmp_path / "held").read_text()), signal.SIGTERM)
+    assert ended(sweep) == 1, sweep.stderr
+    assert [point.status for point in read_sweep(folder)] == ["interrupted", COMPLETED, COMPLETED]
+    assert read_summary(folder / "seed=2").items() <= by_hand.items()
+    assert [row["status"] for row in table(folder / "runs.csv")] == ["interrupted", COMPLETED, COMPLETED]
+    assert {path.name for path in folder.iterdir() if path.name[0] == "."} == set()
 
 
 @pytest.mark.slow
