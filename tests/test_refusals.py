@@ -87,6 +87,8 @@ REFUSED = {
     "train.py model.n_embd=31,33 -m": "no point of the sweep is possible: model.n_embd must be divisible by",
     "train.py seed=range(3,3) -m": "the sweep is empty: seed has no values",
     "train.py model.n_layer=interval(1,3) -m": "model.n_layer=interval(1,3) is for a search; add hydra/sweeper=optuna",
+    "train.py hydra/sweeper=optuna model.n_layer=1,2 seed=range(3) -m": "seed must be a list, such as seed=1,2,3",
+    "train.py hydra/sweeper=optuna model.n_layer=1,2 seed=interval(1,3) -m": "seed must be a list, such as seed=1,2,3",
     "train.py seed=3 -m": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
     "train.py seed=1,2 hydra.launcher.n_jobs=0 -m": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 0",
     "train.py seed=1,2 hydra.launcher.n_jobs=1.5 -m": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 1.5",

@@ -122,8 +122,9 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
     try:
         lock = FileLock(folder / LOCK).acquire(timeout=seconds)
     except Timeout as error:
-        advice = f"wait for it, or choose another folder with hydra.{kind}.dir=…"
-        raise UserError(f"another {kind} uses {folder}; {advice}") from error
+        raise UserError(
+            f"another {kind} uses {folder}; wait for it, or choose another folder with hydra.{kind}.dir=…"
+        ) from error
     except OSError as error:
         error.filename = error.filename or str(folder / LOCK)  # a disk without locks names none
         raise

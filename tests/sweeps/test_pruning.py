@@ -123,6 +123,20 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     assert ends(tmp_path / "sweep") == dict.fromkeys(expected, ("completed", 40))
 
 
+def test_a_search_prunes_all_seeds_of_a_trial_by_their_mean_loss(plan):
+    rates = ["0.1", "0.2", "0.3"]
+    losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
+    search = ["hydra/sweeper=optuna", f"optimizer.lr={','.join(rates)}", "seed=0,1", *PRUNED]
+    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+    sweeper = plan(*search, "hydra.sweeper.batch=3", "hydra.sweeper.n_trials=3", engine=engine)
+    assert len(engine.launches) == 4
+    names_of = {rate: {f"lr={rate},seed={seed}" for seed in (0, 1)} for rate in rates}
+    expected = [names_of["0.2"] | names_of["0.3"], names_of["0.2"], names_of["0.2"]]
+    assert [{*launch} for launch in engine.launches[1:]] == expected
+    paused = {point.written["optimizer.lr"]: point.totals["steps"] for point in sweeper.points}
+    assert paused == {"0.1": 5, "0.2": 40, "0.3": 10}
+
+
 @pytest.mark.slow
 def test_a_pruned_run_equals_one_that_did_not_pause(launch, tmp_path, train):
     line = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep", "hydra.sweeper.prune=true"]

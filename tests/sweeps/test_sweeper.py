@@ -13,7 +13,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
+from unittest.mock import patch
 
+import optuna
 import pytest
 from filelock import FileLock
 from hydra import compose, initialize_config_dir
@@ -29,7 +32,7 @@ from minigpt.runs.run_dir import is_locked, read_summary, write_summary
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep
 from minigpt.sweeps.sweeper import SAME, Sweeper
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import RunError, UserError
 
 
 class Engine:
@@ -393,6 +396,50 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
 
 
+LUCKY = {"1": (1.0, 9.0, 5.0), "2": (3.0, 3.5, 4.0), "3": (2.0, 9.0, math.nan), "4": (4.0, 4.0, 4.2)}
+
+
+def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(plan, tmp_path):
+    def loss(settings, _):
+        return LUCKY[settings["model.n_layer"]][int(settings["seed"])]
+
+    line = ["hydra/sweeper=optuna", "model.n_layer=range(1,5)", "hydra.sweeper.n_trials=4", "resume=auto"]
+    told = []
+    tell = optuna.study.Study.tell
+
+    def tell_and_record(study, trial, values=None, state=None):
+        told.append((trial.params, values, state))
+        return tell(study, trial, values, state=state)
+
+    with (
+        patch.object(optuna.study.Study, "tell", tell_and_record),
+        pytest.raises(RunError, match="1 of 12 runs failed"),
+    ):
+        plan(*line, "seed=0,1,2", engine=(engine := Engine(loss)))
+    assert [len(batch) for batch in engine.batches] == [6, 6]  # two trials of three seeds at a time
+    assert {tuple(params) for params, *_ in told} == {("model.n_layer",)}
+    values = {str(params["model.n_layer"] + 1): value for params, value, state in told if state is None}
+    assert values == {name: pytest.approx(mean(LUCKY[name]) / math.log(2)) for name in "124"}  # in bits per byte
+    failed = [params["model.n_layer"] + 1 for params, _, state in told if state == optuna.trial.TrialState.FAIL]
+    assert failed == [3]
+    rows = ranked(read_sweep(tmp_path / "sweep"))
+    assert [(row.overrides["model.n_layer"], row.n_seeds) for row in rows] == [("2", 3), ("4", 3), ("1", 3), ("3", 2)]
+
+
+def test_an_interrupted_search_with_seeds_resumes_with_the_same_points(plan, tmp_path):
+    def loss(settings, _):
+        return abs(math.log10(float(settings["optimizer.lr"])) + 2) + int(settings["seed"])
+
+    line = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "seed=1,2", "hydra.sweeper.n_trials=3"]
+    whole = plan(*line, engine=Engine(loss)).points
+    folder = tmp_path / "killed"
+    with pytest.raises(KeyboardInterrupt):
+        plan(*line, engine=Engine(loss, 5), folder=folder)
+    points = plan(*line, "resume=auto", engine=Engine(loss), folder=folder).points
+    assert [(point.overrides, point.status) for point in points] == [(p.overrides, p.status) for p in whole]
+    assert [point.seed for point in whole] == ["1", "2"] * 3
+
+
 def test_the_file_of_a_search_searches(plan):
     sweeper = plan("+sweep=search", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
@@ -425,7 +472,7 @@ def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monke
     with pytest.raises(UserError, match=r"no point of the search is possible: .* must be divisible"):
         plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
     plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
-    assert "the search ends after 1 runs: 8 tries found no other possible point" in capsys.readouterr().err
+    assert "the search ends after 1 trials: 8 tries found no other possible point" in capsys.readouterr().err
 
 
 def test_a_missing_optional_package_is_an_error_with_the_install_command(call, monkeypatch):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -22,12 +23,13 @@ class Search(Sweeper):
 
     Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
     `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation; an
-    interval of a setting that takes integers, or `int(interval(2,8))`, is one of integers. With the same seed and
-    folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
+    interval of a setting that takes integers, or `int(interval(2,8))`, is one of integers. A list of seeds is not
+    searched: each trial has a run per seed, and their mean loss is its value. With the same seed and folder, an
+    interrupted search resumes. Without `prune`, a pruned search completes its points.
 
     Args:
-        n_trials: number of runs.
-        batch: runs at a time.
+        n_trials: number of trials.
+        batch: trials at a time.
     """
 
     compares_batches = True
@@ -47,35 +49,55 @@ class Search(Sweeper):
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
+        seeds = self._seeds()
+        searched = [key for key in self.axes if key not in seeds[0]]
         tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
 
         def possible_trials() -> Iterator[Any]:
             nonlocal reason
             for _ in range(tries):
                 trial = study.ask()
-                point = self.check({key: self._suggest(trial, key) for key in self.axes})
-                if point.status == SKIPPED:
-                    reason = point.reason
+                values = {key: self._suggest(trial, key) for key in searched}
+                for seed in seeds:
+                    self.points.append(self.check(values | seed))
+                impossible = [point for point in self.points[-len(seeds) :] if point.status == SKIPPED]
+                if impossible:
+                    reason = impossible[0].reason
+                    del self.points[-len(seeds) :]
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 else:
-                    self.points.append(point)
                     yield trial
 
-        possible = possible_trials()
-        while trials := list(itertools.islice(possible, min(self.batch, self.n_trials - len(self.points)))):
-            yield self.points[-len(trials) :]
-            for trial, point in zip(trials, self.points[-len(trials) :], strict=True):
+        possible = itertools.islice(possible_trials(), self.n_trials)
+        while trials := list(itertools.islice(possible, self.batch)):
+            first = len(self.points) - len(trials) * len(seeds)
+            yield self.points[first:]
+            for start, trial in zip(range(first, len(self.points), len(seeds)), trials, strict=True):
+                runs = self.points[start : start + len(seeds)]
+                rung = paused_at(runs[0], self.points)  # as all runs of a trial
                 # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
-                loss = point.loss(BITS) if point.status in (COMPLETED, PAUSED) else None
-                state = None if loss is not None else optuna.trial.TrialState.FAIL
-                if (rung := paused_at(point, self.points)) is not None:
-                    trial.report(loss_at(point, rung), rung)
-                    loss, state = None, optuna.trial.TrialState.PRUNED
-                study.tell(trial, loss, state=state)
+                losses: list[Any] = [point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs]
+                if None in losses or not {point.status for point in runs} <= {COMPLETED, PAUSED}:
+                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                elif rung is None:
+                    study.tell(trial, mean(losses))
+                else:
+                    trial.report(mean(losses), rung)
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         if not self.points:
             raise UserError(f"no point of the search is possible: {reason}")
-        if len(self.points) < self.n_trials:
-            warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
+        if (done := len(self.points) // len(seeds)) < self.n_trials:
+            warn(f"the search ends after {done} trials: {tries} tries found no other possible point")
+
+    def _seeds(self) -> list[dict[str, str]]:
+        """Return the override of the seed of each run of a trial; for one run with the seed of all trials, none."""
+        for key, override in self.axes.items():
+            if key.lstrip("+") == "seed":
+                if override.is_interval_sweep() or override.is_range_sweep():
+                    advice = "seeds are averaged, and not searched"
+                    raise UserError(f"seed must be a list, such as seed=1,2,3, got {override.input_line}; {advice}")
+                return [{key: value} for value in dict.fromkeys(values_of(override))]
+        return [{}]
 
     def _suggest(self, trial: Any, key: str) -> str:
         override = self.axes[key]
