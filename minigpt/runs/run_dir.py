@@ -106,14 +106,15 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 
 @contextmanager
 def lock_sweep_dir(folder: Path) -> Iterator[None]:
-    """Lock the folder of a sweep, and make it; raise UserError if another sweep uses it, or it cannot be written."""
+    """Make and lock the folder of a sweep; raise UserError if another sweep uses it."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, "sweep", 0):
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows keeps a file that is open
-                (folder / LOCK).unlink()
+            if not (folder / PLAN).exists():  # it wrote nothing
+                with suppress(OSError):  # Windows keeps a file that is open
+                    (folder / LOCK).unlink()
 
 
 @contextmanager
