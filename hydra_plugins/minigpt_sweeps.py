@@ -1,15 +1,22 @@
-"""The sweepers, the launchers and the callback of minigpt, in the package that Hydra searches for plugins.
+"""The sweepers, launchers, search path and callback of minigpt, in the package that Hydra searches for plugins.
 
 Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it.
 """
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf
 
 
 def _plugin(base: type[Plugin], target: str) -> Any:
@@ -18,6 +25,28 @@ def _plugin(base: type[Plugin], target: str) -> Any:
     created.__new__ = lambda cls, **options: resolve_name(target)(**options)  # type: ignore[assignment]
     created.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     return created
+
+
+class OwnFilesFirst(SearchPathPlugin):
+    """Search folders of the user before `configs/`, so that a built-in file hides none of theirs with the same name."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for main in [element for element in search_path.get_path() if element.provider == "main"]:
+            main.path, *arguments = str(main.path).rstrip("\0").split("\0")  # of minigpt.utils.scripts.search_path
+            for folder in _own_folders(arguments):
+                search_path.prepend("command-line", folder, anchor=SearchPathQuery(provider="main"))
+
+
+def _own_folders(arguments: Sequence[str]) -> list[str]:
+    """Return the folders of `--config-dir` and of `hydra.searchpath`, which the primary file may set, too."""
+    args = get_args_parser().parse_args(arguments)
+    folders = [os.path.abspath(args.config_dir)] if args.config_dir else []
+    name = (args.config_name or "train").removesuffix(".yaml")
+    primary = Path(*folders, f"{name}.yaml")
+    config = OmegaConf.load(primary) if folders and primary.is_file() else OmegaConf.create()
+    config.merge_with_dotlist([each for each in args.overrides if each.startswith("hydra.searchpath=")])
+    searched = OmegaConf.select(config, "hydra.searchpath")
+    return [*folders, *(searched if OmegaConf.is_list(searched) else [])]  # Hydra refuses others
 
 
 class MakeRunDir(Callback):

@@ -13,14 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.run_config import check_hydra, check_run
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import search_path, usage
 from minigpt.utils.terminal import replace_dead_output, sanitize_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors; `cli_entrypoint` prints them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare")
 def main(cfg: DictConfig) -> None:
     """Run with the composed configuration."""
     cli_entrypoint(prepare)(cfg)
@@ -53,7 +52,14 @@ def prepare(cfg: DictConfig) -> None:
         print(f"{name:17}{sanitize_line(value)}")
 
 
+@cli_entrypoint
+def start() -> None:
+    """Run Hydra with the command line."""
+    sys.argv[1:] = complete_overrides(sys.argv[1:], groups=["tokenizer"])
+    path = search_path(["--config-name", "prepare", *sys.argv[1:]])
+    hydra.main(version_base="1.3", config_path=path, config_name="prepare")(main)()
+
+
 if __name__ == "__main__":
     replace_dead_output(ends_script=False)
-    sys.argv[1:] = complete_overrides(sys.argv[1:], groups=["tokenizer"])
-    cli_entrypoint(main)()
+    start()

@@ -6,6 +6,7 @@ The run itself is `minigpt/runs/run.py`.
 import os
 import signal
 import sys
+import warnings
 
 if __name__ == "__main__":  # a signal during the imports below ends the process at once
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -25,14 +27,15 @@ from minigpt.runs.overrides import quote_path, shared_arguments
 from minigpt.runs.run import train_in
 from minigpt.runs.run_dir import command, remove_unused_folders, short_path
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.scripts import usage
+from minigpt.utils.scripts import search_path, usage
 from minigpt.utils.terminal import replace_dead_output
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
+warnings.filterwarnings("ignore", module=r"hydra\.main")  # that it reruns a configuration, as a job of a sweep does
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+
 def main(cfg: DictConfig) -> float | None:
     """Train one run, or one job of a sweep; return the best validation loss."""
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -53,7 +56,8 @@ def start() -> None:
     """Run Hydra with the command line that all ranks share; nobody has to read the output of a training."""
     replace_dead_output(ends_script=False)
     sys.argv[1:] = shared_arguments(sys.argv[1:])
-    main()
+    setup_globals()  # Hydra's resolvers, which a rerun lacks
+    hydra.main(version_base="1.3", config_path=search_path(sys.argv[1:]), config_name="train")(main)()
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
     return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
     """Compose the configuration of a run."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train", list(overrides))
+        return compose("train", list(overrides), return_hydra_config=return_hydra_config)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ from minigpt.utils.checks import integer
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
-from minigpt.utils.scripts import ROOT
+from minigpt.utils.scripts import search_path
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from minigpt.data.token_files import Corpus
 
 
-@run_dir.remove_unused_folders()
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
 
@@ -49,23 +48,32 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not is_list or not all(isinstance(each, str) and each[:1] != "-" for each in overrides):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
     from hydra import compose, initialize_config_dir
-    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.utils import env_override
 
     try:
         join_ranks()
         overrides = complete_overrides(overrides)
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        with initialize_config_dir(search_path(overrides), version_base="1.3"):
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        folder = run_dir.make_folder(cfg.hydra.run).absolute()
-        with open_dict(cfg):
-            cfg.hydra.runtime.output_dir = str(folder)
-            HydraConfig.instance().set_config(cfg)
-            del cfg.hydra
-        train_in(folder, cfg)
+        with env_override(cfg.hydra.job.env_set):
+            return train_composed(cfg)
     except Exception as error:
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
         raise UserError(error_text(error)) from error  # of Hydra
+
+
+@run_dir.remove_unused_folders()
+def train_composed(cfg: DictConfig) -> dict[str, Any]:
+    """Train with a configuration that has the node `hydra`, which is removed; return what `train` does."""
+    from hydra.core.hydra_config import HydraConfig
+
+    folder = run_dir.make_folder(cfg.hydra.run).absolute()
+    with open_dict(cfg):
+        cfg.hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(cfg)
+        del cfg.hydra
+    train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}
 
 

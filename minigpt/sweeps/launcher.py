@@ -6,6 +6,7 @@ A job whose process dies does not end the others.
 import atexit
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -16,19 +17,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from hydra.core.utils import env_override, setup_globals
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from minigpt.runs.overrides import quote_override
-from minigpt.runs.run import train
+from minigpt.runs.run import train_composed
 from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
 from minigpt.utils.checks import POSITIVE_INT, as_integer, or_null
@@ -46,16 +49,18 @@ class Job:
     """A picklable call that trains one run, with its output in `log.txt`; it raises RunError if the run failed."""
 
     point: Point
-    overrides: Sequence[str]
+    config: DictConfig  # composed when the point was checked, with the node `hydra`
 
     def __call__(self) -> None:
         folder = self.point.folder
         folder.mkdir(parents=True, exist_ok=True)
         if refresh(self.point).status not in (COMPLETED, RUNNING):  # meanwhile, by another command
             (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
-        with _busy, _output_to(folder / LOG):
+        setup_globals()  # the resolvers of Hydra, which composes nothing here
+        with _busy, _output_to(folder / LOG), env_override(self.config.hydra.job.env_set):
             try:
-                (train if self.point.settings["trainer.devices"] == 1 else _train_in_process)(self.overrides)
+                train = train_composed if self.point.settings["trainer.devices"] == 1 else _train_in_process
+                train(deepcopy(self.config))  # a preempted job starts again with it
             except (Exception, Interrupted) as error:
                 print(explain(error)[0], file=sys.stderr)
                 raise RunError(error_text(error)) from None
@@ -64,14 +69,17 @@ class Job:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
+        return DelayedSubmission(replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"})))
 
 
-def _train_in_process(overrides: Sequence[str]) -> None:
+def _train_in_process(config: DictConfig) -> None:
     """Train a run on several devices, which starts processes of its own."""
     # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
-    with handle_signals([signal.SIGTERM], lambda *_: None):
-        code = subprocess.run([sys.executable, str(ROOT / "scripts" / "train.py"), *overrides]).returncode
+    with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
+        file = Path(folder, "config.pickle")
+        file.write_bytes(pickle.dumps(config))
+        command = [sys.executable, ROOT / "scripts" / "train.py", "--experimental-rerun", file]
+        code = subprocess.run(command).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
@@ -99,6 +107,7 @@ class Launcher(hydra_launcher.Launcher):
     points: Sequence[Point]  # one per job
     most_jobs: int  # of any launch of the sweep
     n_jobs: int | None  # at a time
+    configure: Callable[[Point, Sequence[str]], DictConfig]  # returns the configuration of a job, for its overrides
     on_end: Callable[[Point, str], None]  # called for each job that ended, with the reason if it failed
     batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
@@ -116,12 +125,8 @@ class Launcher(hydra_launcher.Launcher):
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
-        hydra = self.config.hydra
-        given = (source.path for source in hydra.runtime.config_sources if source.provider == "command-line")
-        searched = ",".join(map(quote_override, [*hydra.searchpath, *given]))  # by --config-dir
-        own = [*hydra.overrides.hydra, "hydra.mode=RUN", f"hydra.searchpath=[{searched}]"]
-        waiting = deque(map(Job, self.points, [[*own, *overrides] for overrides in job_overrides]))
-        running: dict[Any, tuple[Job, Any]] = {}  # future → its job and executor
+        waiting = deque(zip(self.points, job_overrides, strict=True))
+        running: dict[Any, tuple[Point, Any]] = {}  # future → its point and executor
         signals: list[int] = []
         stops = 0  # for each signal, the running jobs are stopped once
 
@@ -138,12 +143,13 @@ class Launcher(hydra_launcher.Launcher):
                 if waiting and executors and not signals:
                     with self.batch():
                         while waiting and executors:
-                            executor, job = executors.pop(), waiting.popleft()
-                            running[executor.submit(job)] = job, executor
+                            executor = executors.pop()
+                            point, overrides = waiting.popleft()
+                            running[executor.submit(Job(point, self.configure(point, overrides)))] = point, executor
                 for future in [future for future in running if future.done()]:
-                    job, executor = running.pop(future)
+                    point, executor = running.pop(future)
                     executors.append(executor)
-                    self.on_end(job.point, "" if signals else _failure(future))  # not of a job that was stopped
+                    self.on_end(point, "" if signals else _failure(future))  # not of a job that was stopped
                 time.sleep(0.05)
         if signals:
             raise Interrupted(signals[0])

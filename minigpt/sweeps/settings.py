@@ -44,3 +44,12 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
     config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
     return {key: value for key, value in flat(config) if is_relevant(f"{key}={value}")}
+
+
+def hydra_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of Hydra itself, not resolved, but for what it records of a composition, by dotted key."""
+    from omegaconf import OmegaConf
+
+    recorded = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
+    hydra = flat({"hydra": OmegaConf.to_container(config.hydra)})
+    return {key: value for key, value in hydra if not key.startswith(recorded)}

@@ -6,6 +6,7 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import env_override
 from hydra.errors import ConfigCompositionException
 from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -37,7 +39,7 @@ from minigpt.sweeps.results import (
     refresh,
     write_plan,
 )
-from minigpt.sweeps.settings import by_name, is_relevant, relevant_settings, short_names
+from minigpt.sweeps.settings import by_name, hydra_settings, is_relevant, relevant_settings, short_names
 from minigpt.utils.checks import BOOLEAN
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
@@ -66,15 +68,16 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.params, self.prune = params, prune
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra = hydra_settings(config)
+        self.in_job: Any = env_override(config.hydra.job.env_set)  # decorates what reads `${oc.env:…}` as a job does
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, make_folder(config.hydra.sweep)
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
         check_hydra(config.hydra)
-        unresolved: Any = OmegaConf.to_container(config.hydra.sweep)
         expected = "left out, because folders of runs are named by their settings"
-        require("hydra.sweep.subdir", unresolved["subdir"], "${hydra.job.num}".__eq__, expected)
+        require("hydra.sweep.subdir", self.hydra["hydra.sweep.subdir"], "${hydra.job.num}".__eq__, expected)
         run_id, expected = OmegaConf.select(config, "logger.wandb.id"), "null in a sweep, whose runs have one each"
         require("logger.wandb.id", run_id, lambda value: value is None, expected)
 
@@ -107,7 +110,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         if existing and (axes := (swept ^ self.axes.keys()) - {"seed"}):
             raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}")
         for point in existing:
-            self._check_unchanged(point)
+            self.in_job(self._check_unchanged)(point)
         self.existing = {point.identity: point for point in existing}
         for batch in self.batches():
             self._run(batch)
@@ -169,6 +172,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
         config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
+        hydra = hydra_settings(config)
+        if changed := [f"{key}={value}" for key, value in hydra.items() if self.hydra.get(key) != value]:
+            raise UserError(f"{changed[0]} must hold for all points of a sweep; set it on the command line")
         with open_dict(config):
             del config["hydra"]
         use_outside_values(config)
@@ -228,7 +234,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             reason = f": {problem}" if problem else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
-        self.engine.points, self.engine.on_end = pending, on_end  # which only launchers of minigpt use
+        # Only launchers of minigpt use these.
+        self.engine.points, self.engine.on_end, self.engine.configure = pending, on_end, self._job_config
         try:
             self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
@@ -239,7 +246,12 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
         """Return the command line of a run, with a group and a tag for Weights & Biases."""
-        names = {"hydra.run.dir": point.folder, "hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
+        names = {
+            "hydra.run.dir": point.folder,
+            "hydra.sweep.dir": self.folder,
+            "hydra.sweep.subdir": point.folder.name,
+            "hydra.runtime.output_dir": point.folder.absolute(),
+        }
         can_resume = "resume" not in point.settings or any(point.folder.glob("checkpoints/*.safetensors"))
         resumes = can_resume and (self.prune or self.cfg.resume == "auto")
         overrides = self._overrides(point.overrides) + (["resume=auto"] if resumes else [])
@@ -248,6 +260,16 @@ class Sweeper(hydra_sweeper.Sweeper):
             names |= {} if self.wandb.group else {"logger.wandb.group": self.folder.name}
             overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*self.wandb.tags, 'sweep']))}]"]
         return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
+
+    def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
+        """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
+        config = deepcopy(self._once(self.compose, point.overrides))
+        OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
+        config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
+        added = [*overrides[len(self._overrides(point.overrides)) :]]
+        for override in OverridesParser.create().parse_overrides(added):
+            OmegaConf.update(config, override.key_or_group, override.value())
+        return config
 
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report  # imports numpy
@@ -296,7 +318,7 @@ class Grid(Sweeper):
         if len(grid) > 20:  # each takes up to 0.2 s
             log(f"checking {len(grid)} points")
         for values in tqdm(grid, leave=False, delay=1, disable=None):
-            self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
+            self.points.append(self.in_job(self.check)(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
         for name in filter(is_relevant, self.axes):

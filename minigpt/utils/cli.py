@@ -60,17 +60,19 @@ def explain(error: BaseException) -> tuple[str, int]:
     if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
         return explain(cause)
     # Hydra raises built-in errors for some of its syntax. The stream of a script raises others than a socket.
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    packages = {module.partition(".")[0] for module in (type(error).__module__, *modules)}
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
     elif isinstance(error, Interrupted):
         message, code = str(error), error.exit_code
     elif isinstance(error, KeyboardInterrupt):
         message, code = "interrupted", 130
-    elif isinstance(error, BrokenPipeError) and modules == [replace_dead_output.__module__]:
+    elif isinstance(error, BrokenPipeError) and modules[-1:] == [replace_dead_output.__module__]:
         message, code = "", 0
-    elif packages & {"hydra", "omegaconf", "antlr4"}:
+    elif packages & {"hydra", "omegaconf", "antlr4"} or (
+        name == "RecursionError" and "hydra._internal.defaults_list" in modules
+    ):
         message, code = f"error: {explain_hydra(error)}", 2
     elif isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
         where = f"{error.filename}: " if error.filename else ""

@@ -24,6 +24,8 @@ def explain_hydra(error: BaseException) -> str:
         key, equals, value = override.partition("=")
         written = "key=value" if not equals or re.search(r"['\"$`\\!]", value) else f"\"{key}='{value}'\""
         return f"cannot parse the override {override}; in a shell, write {written}"
+    if isinstance(error, RecursionError):
+        return "a defaults list names its own file; give a file that extends a built-in one another name"
     missing = re.search(r"Could not find '([\w./@-]+)/([^'/]*)'", text)
     if missing and (options := re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)):
         group, choice = missing.groups()

@@ -18,6 +18,14 @@ def usage(script: str) -> str:
     return f"minigpt {script.replace('_', '-')}" if INSTALLED else f"python scripts/{script}.py"
 
 
+def search_path(arguments: list[str]) -> str:
+    """Return the `config_path` of a command line: `configs/`, and its arguments, which name folders of the user.
+
+    A plugin in `hydra_plugins/` takes it apart, and lets Hydra search the folders of the user first.
+    """
+    return "\0".join([str(ROOT / "configs"), *arguments, ""])
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser whose errors are a UserError, one line with the next step."""
 

@@ -1,14 +1,16 @@
 """Paths and texts on the command line: they are taken literally, in every kind of run."""
 
+import os
 import re
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from small_runs import table
+from small_runs import one_line, table
 
 from minigpt import train
 from minigpt.runs.overrides import complete_overrides
@@ -89,6 +91,99 @@ def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):
 def test_flags_may_stand_between_settings():
     given = ["seed=1,2", "-m", "max_steps=3", "--config-dir", "mine", "~callbacks.samples"]
     assert complete_overrides(given) == ["-m", "--config-dir", "mine", "seed=1,2", "max_steps=3", "~callbacks.samples"]
+
+
+OWN_FILES = {
+    "mine/model/nano.yaml": "defaults: [gpt2, _self_]\nn_head: 3\nn_embd: 30\n",
+    "mine/experiment/fast_cpu.yaml": """# @package _global_
+defaults: [override /model: nano, override /hydra/launcher: basic, override /hydra/sweeper: optuna]
+hydra:
+  sweeper: {n_trials: 7}
+seed: 7
+""",
+    "mine/data/shakespeare_char.yaml": "defaults: [text, _self_]\nname: mine\n",
+    "mine/searching.yaml": "defaults: [train, _self_]\nhydra:\n  searchpath: [file://more]\n",
+    "more/model/nano.yaml": "defaults: [gpt2, _self_]\nn_head: 5\nn_embd: 50\n",
+    "whole/train.yaml": "seed: 99\nmodel: {n_head: 2}\n",
+}
+
+
+@pytest.fixture
+def own_files(tmp_path):
+    for name, content in OWN_FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("line", "heads"),
+    [
+        (["--config-dir", "mine"], 3),
+        (["-cd", "mine", "-cn", "train"], 3),
+        (["--config-dir=mine", "hydra.searchpath=[file://more]"], 3),  # as Hydra orders them
+        (["hydra.searchpath=[file://more]", "--config-name=searching", "--config-dir=mine"], 3),
+        (["hydra.searchpath=[more, 'file://mine']", "--config-name=prepare", "+model=nano"], 5),
+        (["--config-dir=mine", "--config-name=searching.yaml", "model=nano"], 3),
+        (["hydra.searchpath=['file://mine']"], 3),
+        (["experiment=fast_cpu", "hydra.searchpath=['file://mine']"], 3),
+        (["hydra.searchpath=[nowhere]", "model.n_head=1"], 1),
+        ([], 4),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:provider=")  # a folder that does not exist
+@pytest.mark.usefixtures("own_files")
+def test_a_file_of_the_user_is_taken_before_the_built_in_one_of_its_name(call, line, heads):
+    shown = call("train.py", *line, "--cfg", "job", "--package", "model", small=False)
+    assert (shown.returncode, OmegaConf.create(shown.stdout).n_head) == (0, heads)
+
+
+@pytest.mark.usefixtures("own_files")
+def test_a_primary_file_of_the_user_may_name_more_folders_and_replace_the_built_in_one(call):
+    shown = call("train.py", "--config-dir", "mine", "-cn", "searching", "--cfg", "hydra", small=False)
+    sources = OmegaConf.create(shown.stdout).hydra.runtime.config_sources
+    assert [Path(source.path).name for source in sources][1:4] == ["mine", "more", "configs"]
+    shown = call("train.py", "hydra.searchpath=[mine]", "--config-dir", "whole", "--cfg", "job", small=False)
+    assert OmegaConf.create(shown.stdout) == {"seed": 99, "model": {"n_head": 2}}
+
+
+@pytest.mark.usefixtures("own_files")
+def test_a_file_that_extends_itself_is_refused(call, tmp_path):
+    (tmp_path / "mine/model/nano.yaml").write_text("defaults: [nano, _self_]\nn_layer: 1\n")
+    refused = "error: a defaults list names its own file; give a file that extends a built-in one another name"
+    assert one_line(call("train.py", "--config-dir", "mine", small=False)) == refused
+
+
+@pytest.mark.usefixtures("own_files")
+def test_train_of_python_and_prepare_take_the_files_of_the_user(train, call, text):
+    line = ["--config-dir", "mine", f"data.path={text}", "--cfg", "job", "--package", "data"]
+    assert OmegaConf.create(call("prepare.py", *line).stdout).name == "mine"
+    run = ["experiment=fast_cpu", "model.n_head=3", "model.n_embd=33", "max_steps=1"]
+    assert train("hydra.searchpath=[mine]", *run).summary["seed"] == 7
+
+
+@pytest.mark.usefixtures("own_files")
+def test_an_experiment_may_choose_and_set_what_is_of_hydra(call):
+    line = ["--config-dir", "mine", "--cfg", "hydra", "experiment=fast_cpu"]
+    hydra = OmegaConf.create(call("train.py", *line, small=False).stdout).hydra
+    assert hydra.launcher._target_.endswith("BasicLauncher")
+    assert (hydra.sweeper._target_, hydra.sweeper.n_trials) == ("hydra_plugins.minigpt_sweeps.Search", 7)
+    hydra = OmegaConf.create(call("train.py", *line, "hydra/launcher=joblib", small=False).stdout).hydra
+    assert hydra.launcher._target_.endswith("Joblib")  # the command line has the last word
+
+
+def test_train_of_python_sets_the_environment_of_hydra_for_the_run_alone(train, monkeypatch):
+    monkeypatch.setenv("RATE", "0.5")
+    rate = "optimizer.lr='${oc.decode:${oc.env:RATE}}'"
+    folder = train(
+        rate,
+        "max_steps=1",
+        "log_every=1",
+        "schedule=constant",
+        "schedule.warmup_steps=0",
+        "+hydra.job.env_set.RATE=0.25",
+    ).folder
+    assert {row["learning_rate"] for row in table(folder / "metrics.csv")} - {""} == {"0.25"}
+    assert os.environ["RATE"] == "0.5"
 
 
 def test_nothing_is_imported_from_the_working_folder_unless_a_target_is_there(call, tmp_path):

@@ -1,23 +1,24 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures import BrokenExecutor, Future
-from dataclasses import replace
 
 import pytest
 import yaml
 from filelock import FileLock
 from omegaconf import OmegaConf
-from small_runs import ROOT, composed
+from small_runs import ROOT, composed, one_line, table
 
 from minigpt.run_config import check_run
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.launcher import Job, Joblib, Launcher, visible_gpus
-from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_sweep
+from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_plan, read_sweep, refresh
+from minigpt.sweeps.settings import relevant_settings
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
 
@@ -91,8 +92,7 @@ class TwoJobs(Launcher):
     most_jobs = 2
 
     def __init__(self, signums, stops):
-        hydra = {"runtime": {"config_sources": []}, "searchpath": [], "overrides": {"hydra": []}}
-        self.config, self.executors = OmegaConf.create({"hydra": hydra}), []
+        self.executors, self.configure = [], lambda *_: None
         self.signums, self.needed = signums, stops
         self.submitted, self.stops, self.ended = [], [], []
         self.on_end = lambda *ended: self.ended.append(ended)
@@ -141,10 +141,10 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
 def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(trained, small, tmp_path):
     folder = tmp_path / "sweep/seed=1337"
     shutil.copytree(trained(), folder)
-    line = [*small, f"hydra.run.dir='{folder}'"]
-    job = Job(Point(folder, {}, settings={"trainer.devices": 1}), line)
+    config = composed(*small, f"hydra.run.dir='{folder}'", return_hydra_config=True)
+    job = Job(Point(folder, {}, settings={"trainer.devices": 1}), config)
     before = (folder / "summary.json").read_bytes()
-    replace(job, overrides=[*line, "resume=auto"])()  # which has nothing to do
+    job.checkpoint().function()  # resumed: it has nothing to do
     with pytest.raises(RunError, match="already holds a run"):
         job()
     assert (folder / "summary.json").read_bytes() == before
@@ -152,6 +152,91 @@ def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(t
     with FileLock(folder / ".lock"), pytest.raises(RunError, match="another run uses"):
         job()
     assert read_summary(folder) == {"status": "interrupted"}
+
+
+OWN_FILES = {
+    "mine/model/nano.yaml": "defaults: [gpt2, _self_]\n",
+    "mine/experiment/fast_cpu.yaml": """# @package _global_
+defaults: [override /schedule: constant]
+optimizer: {lr: "${oc.decode:${oc.env:RATE}}"}
+schedule: {warmup_steps: 0}
+hydra:
+  job: {env_set: {RATE: "0.25"}}
+  launcher: {n_jobs: 1}
+""",
+    "mine/mytrain.yaml": "defaults: [train, _self_]\nseed: 77\nhydra:\n  searchpath: [more]\n",
+    "more/optimizer/adamw.yaml": "_target_: minigpt.optim.adamw\nlr: 0.1\nweight_decay: 0\nbetas: [0.5, 0.75]\n",
+}
+OWN_LINE = ["-cd", "mine", "--config-name", "mytrain", "experiment=fast_cpu", "ema_decay=0.5,0.25", "-m"]
+OWN_LINE += ["max_steps=2", "eval_every=2", "log_every=1", "hydra.sweep.dir=sweep"]
+
+
+@pytest.fixture
+def own_files(tmp_path):
+    for name, content in OWN_FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+
+
+def check_jobs_of_own_files(sweep):
+    """Check that each job of `OWN_LINE` was composed of what its point was checked with, the user's files."""
+    points = read_plan(sweep)[1]
+    assert [point.status for point in map(refresh, points)] == [COMPLETED] * 2
+    for point, ema_decay in zip(points, (0.5, 0.25), strict=True):
+        config = OmegaConf.load(point.folder / ".hydra/config.yaml")
+        assert (config.seed, config.optimizer.betas, config.ema_decay) == (77, [0.5, 0.75], ema_decay)
+        recorded, composed = point.settings, relevant_settings(config)
+        assert recorded.keys() == composed.keys()
+        assert {key for key in recorded if repr(recorded[key]) != repr(composed[key])} <= {"optimizer.lr"}  # resolved
+        assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {"0.25"}
+        assert "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text() or ema_decay == 0.25
+    return points
+
+
+@pytest.mark.usefixtures("own_files")
+def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, monkeypatch):
+    """With files of the user, which change when the first job has started, and with an environment of the jobs."""
+    jobs = []
+
+    def run(self, job):
+        file = tmp_path / "mine/experiment/fast_cpu.yaml"
+        file.write_text(file.read_text().replace("0.25", "0.125") + "seed: 5\n")
+        jobs.append(pickle.loads(pickle.dumps(job)))
+        jobs[-1]()
+        assert "RATE" not in os.environ
+        (done := Future()).set_result(None)
+        return done
+
+    monkeypatch.delenv("RATE", raising=False)
+    monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)
+    swept = call("train.py", *OWN_LINE)
+    assert swept.returncode == 0, swept.stderr
+    assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
+    points = check_jobs_of_own_files(tmp_path / "sweep")
+    requeued = jobs[0].checkpoint().function  # of a preempted job, by submitit
+    assert (requeued.config.resume, requeued.config.seed) == ("auto", 77)
+    requeued()
+    assert "nothing to do" in (points[0].folder / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "basic"])
+@pytest.mark.usefixtures("own_files")
+def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
+    swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
+    if launcher == "basic":  # which has no n_jobs
+        assert "hydra.launcher.n_jobs does not exist" in swept.stderr
+        return
+    assert swept.returncode == 0, swept.stderr
+    check_jobs_of_own_files(tmp_path / "sweep")
+
+
+@pytest.mark.usefixtures("own_files")
+def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_points_alone(call, tmp_path):
+    (tmp_path / "mine/experiment/other.yaml").write_text("# @package _global_\nmax_steps: 2\n")
+    swept = call("train.py", "--config-dir=mine", "experiment=fast_cpu,other", "model.n_head=3", "-m")
+    assert "hydra.launcher.n_jobs=1 must hold for all points of a sweep; set it on the command li" in one_line(swept)
 
 
 @pytest.mark.slow

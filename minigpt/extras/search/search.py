@@ -43,7 +43,7 @@ class Search(Sweeper):
     def batches(self) -> Iterator[Sequence[Point]]:
         paused = any(refresh(point).status == PAUSED for point in self.existing.values())
         if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
-            self.points += [self.check(point.overrides) for point in self.existing.values()]
+            self.points += [self.in_job(self.check)(point.overrides) for point in self.existing.values()]
             yield self.points
             return
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
@@ -59,7 +59,7 @@ class Search(Sweeper):
                 trial = study.ask()
                 values = {key: self._suggest(trial, key) for key in searched}
                 for seed in seeds:
-                    self.points.append(self.check(values | seed))
+                    self.points.append(self.in_job(self.check)(values | seed))
                 impossible = [point for point in self.points[-len(seeds) :] if point.status == SKIPPED]
                 if impossible:
                     reason = impossible[0].reason
