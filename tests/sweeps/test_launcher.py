@@ -217,17 +217,17 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     requeued = jobs[0].checkpoint().function  # of a preempted job, by submitit
     assert (requeued.config.resume, requeued.config.seed) == ("auto", 77)
     requeued()
-    assert "nothing to do" in (points[0].folder / "log.txt").read_text()
+    check_jobs_of_own_files(tmp_path / "sweep")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "basic"])
 @pytest.mark.usefixtures("own_files")
 def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
-    swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
     if launcher == "basic":  # which has no n_jobs
-        assert "hydra.launcher.n_jobs does not exist" in swept.stderr
-        return
+        file = tmp_path / "mine/experiment/fast_cpu.yaml"
+        file.write_text(file.read_text().replace("  launcher: {n_jobs: 1}\n", ""))
+    swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
     check_jobs_of_own_files(tmp_path / "sweep")
 
@@ -240,15 +240,21 @@ def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_
 
 
 @pytest.mark.slow
-def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch, tmp_path):
+@pytest.mark.usefixtures("own_files")
+def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_point_was_checked_with(launch, tmp_path):
     devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
+    devices += ["--config-dir=mine", "-cn", "mytrain", "experiment=fast_cpu"]
     swept = launch("train.py", *devices, "log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with " in swept.stderr
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     ran, skipped = read_sweep(sweep)
     assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
-    assert (ran.folder / "log.txt").read_text().count("step 4/4") == 1
+    printed = (ran.folder / "log.txt").read_text()
+    assert (printed.count("step 4/4"), printed.count("rerun")) == (1, 0)
+    config = OmegaConf.load(ran.folder / ".hydra/config.yaml")
+    assert (config.seed, config.optimizer.betas) == (77, [0.5, 0.75])
+    assert {row["learning_rate"] for row in table(ran.folder / "metrics.csv")} - {""} == {"0.25"}
     assert [path.name for path in sweep.iterdir() if path.is_dir()] == [ran.folder.name]
     assert not [path for path in (tmp_path / "runs").iterdir() if path.name != "sweeps"]
 
