@@ -11,12 +11,13 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 
 def _plugin(base: type[Plugin], target: str) -> Any:
@@ -43,10 +44,14 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
     folders = [os.path.abspath(args.config_dir)] if args.config_dir else []
     name = (args.config_name or "train").removesuffix(".yaml")
     primary = Path(*folders, f"{name}.yaml")
-    config = OmegaConf.load(primary) if folders and primary.is_file() else OmegaConf.create()
-    config.merge_with_dotlist([each for each in args.overrides if each.startswith("hydra.searchpath=")])
-    searched = OmegaConf.select(config, "hydra.searchpath")
-    return [*folders, *(searched if OmegaConf.is_list(searched) else [])]  # Hydra refuses others
+    given = [each for each in args.overrides if each.lstrip("+").startswith("hydra.searchpath=")]
+    searched: Any = [override.value() for override in OverridesParser.create().parse_overrides(given)]
+    if folders and not given and primary.is_file():
+        searched = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath")]
+    for names in searched:
+        if isinstance(names, list | ListConfig):  # Hydra refuses others
+            folders += map(str, names)
+    return folders
 
 
 class MakeRunDir(Callback):

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -59,8 +58,9 @@ class Job:
         setup_globals()  # the resolvers of Hydra, which composes nothing here
         with _busy, _output_to(folder / LOG), env_override(self.config.hydra.job.env_set):
             try:
-                train = train_composed if self.point.settings["trainer.devices"] == 1 else _train_in_process
-                train(deepcopy(self.config))  # a preempted job starts again with it
+                one_device = self.point.settings["trainer.devices"] == 1
+                # A copy, because a preempted job starts again with the original.
+                (train_composed if one_device else _train_in_process)(self.config.copy())
             except (Exception, Interrupted) as error:
                 print(explain(error)[0], file=sys.stderr)
                 raise RunError(error_text(error)) from None
@@ -69,7 +69,8 @@ class Job:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"})))
+        resumed: Any = OmegaConf.merge(self.config, {"resume": "auto"})
+        return DelayedSubmission(replace(self, config=resumed))
 
 
 def _train_in_process(config: DictConfig) -> None:
@@ -78,7 +79,7 @@ def _train_in_process(config: DictConfig) -> None:
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(config))
-        command = [sys.executable, ROOT / "scripts" / "train.py", "--experimental-rerun", file]
+        command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--experimental-rerun", str(file)]
         code = subprocess.run(command).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")

@@ -6,6 +6,7 @@ from typing import Any
 
 from minigpt.run_config import flat
 
+_RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
 
@@ -50,6 +51,5 @@ def hydra_settings(config: Any) -> dict[str, Any]:
     """Return the settings of Hydra itself, not resolved, but for what it records of a composition, by dotted key."""
     from omegaconf import OmegaConf
 
-    recorded = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
     hydra = flat({"hydra": OmegaConf.to_container(config.hydra)})
-    return {key: value for key, value in hydra if not key.startswith(recorded)}
+    return {key: value for key, value in hydra if not key.startswith(_RECORDED)}

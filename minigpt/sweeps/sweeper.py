@@ -6,7 +6,6 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -172,9 +171,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
         config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
-        hydra = hydra_settings(config)
-        if changed := [f"{key}={value}" for key, value in hydra.items() if self.hydra.get(key) != value]:
-            raise UserError(f"{changed[0]} must hold for all points of a sweep; set it on the command line")
+        if changed := [pair for pair in hydra_settings(config).items() if pair not in self.hydra.items()]:
+            setting = "=".join(map(str, changed[0]))
+            raise UserError(f"{setting} must hold for all points of a sweep; set it on the command line")
         with open_dict(config):
             del config["hydra"]
         use_outside_values(config)
@@ -263,10 +262,10 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
         """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
-        config = deepcopy(self._once(self.compose, point.overrides))
+        config = self._once(self.compose, point.overrides).copy()
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
         config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
-        added = [*overrides[len(self._overrides(point.overrides)) :]]
+        added = list(overrides[len(self._overrides(point.overrides)) :])
         for override in OverridesParser.create().parse_overrides(added):
             OmegaConf.update(config, override.key_or_group, override.value())
         return config

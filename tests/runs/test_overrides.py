@@ -94,7 +94,7 @@ def test_flags_may_stand_between_settings():
 
 
 OWN_FILES = {
-    "mine/model/nano.yaml": "defaults: [gpt2, _self_]\nn_head: 3\nn_embd: 30\n",
+    "mine/model/nano.yaml": "defaults: [gpt2, _self_]\nn_head: 6\nn_embd: 30\n",
     "mine/experiment/fast_cpu.yaml": """# @package _global_
 defaults: [override /model: nano, override /hydra/launcher: basic, override /hydra/sweeper: optuna]
 hydra:
@@ -118,16 +118,17 @@ def own_files(tmp_path):
 @pytest.mark.parametrize(
     ("line", "heads"),
     [
-        (["--config-dir", "mine"], 3),
-        (["-cd", "mine", "-cn", "train"], 3),
-        (["--config-dir=mine", "hydra.searchpath=[file://more]"], 3),  # as Hydra orders them
-        (["hydra.searchpath=[file://more]", "--config-name=searching", "--config-dir=mine"], 3),
+        (["--config-dir", "mine"], 6),
+        (["-cd", "mine", "-cn", "train"], 6),
+        (["--config-dir=mine", "hydra.searchpath=[file://more]"], 6),  # as Hydra orders them
+        (["hydra.searchpath=[file://more]", "--config-name=searching", "--config-dir=mine"], 6),
         (["hydra.searchpath=[more, 'file://mine']", "--config-name=prepare", "+model=nano"], 5),
-        (["--config-dir=mine", "--config-name=searching.yaml", "model=nano"], 3),
-        (["hydra.searchpath=['file://mine']"], 3),
-        (["experiment=fast_cpu", "hydra.searchpath=['file://mine']"], 3),
+        (["--config-dir=mine", "--config-name=searching.yaml", "model=nano"], 6),
+        (["hydra.searchpath=['file://mine']"], 6),
+        (["++hydra.searchpath=[mine]"], 6),
+        (["experiment=fast_cpu", "hydra.searchpath=['file://mine']"], 6),
         (["hydra.searchpath=[nowhere]", "model.n_head=1"], 1),
-        ([], 4),
+        (["hydra.searchpath=[]"], 4),
     ],
 )
 @pytest.mark.filterwarnings("ignore:provider=")  # a folder that does not exist

@@ -190,7 +190,6 @@ def check_jobs_of_own_files(sweep):
         assert {key for key in recorded if repr(recorded[key]) != repr(composed[key])} <= {"optimizer.lr"}  # resolved
         assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {"0.25"}
         assert "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text() or ema_decay == 0.25
-    return points
 
 
 @pytest.mark.usefixtures("own_files")
@@ -213,7 +212,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     swept = call("train.py", *OWN_LINE)
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
-    points = check_jobs_of_own_files(tmp_path / "sweep")
+    check_jobs_of_own_files(tmp_path / "sweep")
     requeued = jobs[0].checkpoint().function  # of a preempted job, by submitit
     assert (requeued.config.resume, requeued.config.seed) == ("auto", 77)
     requeued()
