@@ -48,7 +48,7 @@ class Job:
     """A picklable call that trains one run, with its output in `log.txt`; it raises RunError if the run failed."""
 
     point: Point
-    config: DictConfig  # composed when the point was checked, with the node `hydra`
+    config: Any  # a DictConfig, composed when the point was checked, with the node `hydra`
 
     def __call__(self) -> None:
         folder = self.point.folder
@@ -69,8 +69,7 @@ class Job:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        resumed: Any = OmegaConf.merge(self.config, {"resume": "auto"})
-        return DelayedSubmission(replace(self, config=resumed))
+        return DelayedSubmission(replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"})))
 
 
 def _train_in_process(config: DictConfig) -> None:
@@ -79,8 +78,9 @@ def _train_in_process(config: DictConfig) -> None:
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(config))
-        command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--experimental-rerun", str(file)]
-        code = subprocess.run(command).returncode
+        code = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "train.py"), "--experimental-rerun", str(file)]
+        ).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 

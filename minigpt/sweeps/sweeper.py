@@ -171,9 +171,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
         config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
-        if changed := [pair for pair in hydra_settings(config).items() if pair not in self.hydra.items()]:
-            setting = "=".join(map(str, changed[0]))
-            raise UserError(f"{setting} must hold for all points of a sweep; set it on the command line")
+        hydra = hydra_settings(config)
+        if changed := [key for key in {**self.hydra, **hydra} if hydra.get(key) != self.hydra.get(key)]:
+            raise UserError(f"{changed[0]} must be the same at all points of a sweep; set it on the command line")
         with open_dict(config):
             del config["hydra"]
         use_outside_values(config)
