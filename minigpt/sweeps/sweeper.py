@@ -4,8 +4,9 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 """
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -17,14 +18,14 @@ from hydra.core.utils import env_override
 from hydra.errors import ConfigCompositionException
 from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from tqdm import tqdm
 
 from minigpt.run_config import RunConfig, check_hydra, use_integers, use_outside_values
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import LOCK, PLAN, lock_sweep_dir, make_folder, update_latest_link, write_failure
+from minigpt.sweeps.composition import compose
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
@@ -39,7 +40,7 @@ from minigpt.sweeps.results import (
     write_plan,
 )
 from minigpt.sweeps.settings import by_name, hydra_settings, is_relevant, relevant_settings, short_names
-from minigpt.utils.checks import BOOLEAN
+from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.extras import from_extras
@@ -58,13 +59,15 @@ class Sweeper(hydra_sweeper.Sweeper):
     Args:
         params: settings with several values, from a file in `configs/sweep/`; the command line overrides them.
         prune: pause the worse points at each rung.
+        max_points: most points of a grid, each of which is checked and listed in `sweep.json`.
     """
 
     compares_batches = False  # whether the points depend on the losses of earlier ones
 
-    def __init__(self, params: Mapping[str, Any], prune: bool) -> None:
+    def __init__(self, params: Mapping[str, Any], prune: bool, max_points: int = 1) -> None:
         require("hydra.sweeper.prune", prune, *BOOLEAN)
-        self.params, self.prune = params, prune
+        self.params, self.prune, self.max_points = params, prune, as_integer(max_points)
+        require("hydra.sweeper.max_points", self.max_points, *POSITIVE_INT)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra = hydra_settings(config)
@@ -72,6 +75,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, make_folder(config.hydra.sweep)
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
+        self.checked: set[str] = set()  # their identities
+        self.names: set[str] = set()  # of folders
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
         check_hydra(config.hydra)
@@ -108,9 +113,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(named[name])]
         if existing and (axes := (swept ^ self.axes.keys()) - {"seed"}):
             raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}")
-        for point in existing:
+        for point in announced(existing, len(existing)):
             self.in_job(self._check_unchanged)(point)
         self.existing = {point.identity: point for point in existing}
+        self.names.update(point.folder.name for point in existing)
         for batch in self.batches():
             self._run(batch)
         self._report()
@@ -128,7 +134,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
         point = Point(self.folder / self._folder_name(values), values)
         try:
-            config = self._once(self.compose, values)
+            config = self.compose(values)
             point = replace(point, settings=relevant_settings(config))
             checked = config
             if config.minutes is not None:
@@ -138,8 +144,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
-        if any(other.identity == point.identity for other in self.points if other.status != SKIPPED):
+        if point.identity in self.checked:
             return replace(point, status=SKIPPED, reason=SAME)
+        self.checked.add(point.identity)
         folder = self.existing.get(point.identity, point).folder
         rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
@@ -155,7 +162,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _check_unchanged(self, point: Point) -> None:
         """Raise UserError if the overrides of a point that the folder holds mean other settings now."""
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
-        before, now = point.settings, relevant_settings(self._once(self.compose, values))
+        before, now = point.settings, relevant_settings(self.compose(values))
         pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
         changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
         if changed:
@@ -165,17 +172,17 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Call a function once for the same arguments, such as those of a corpus that points share."""
         key = f"{load.__name__} {args}"
         if key not in self.loaded:
-            self.loaded[key] = load(*args)
+            try:
+                self.loaded[key] = load(*args)
+            except (UserError, ConfigCompositionException) as error:
+                self.loaded[key] = error
+        if isinstance(self.loaded[key], Exception):
+            raise self.loaded[key].with_traceback(None)  # it would grow with each point
         return self.loaded[key]
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
-        config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
-        hydra = hydra_settings(config)
-        if changed := [key for key in {**self.hydra, **hydra} if hydra.get(key) != self.hydra.get(key)]:
-            raise UserError(f"{changed[0]} must be the same at all points of a sweep; set it on the command line")
-        with open_dict(config):
-            del config["hydra"]
+        config = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
         use_outside_values(config)
         use_integers(config)
         return config
@@ -300,9 +307,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         short = short_names(list(values))
         name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
         name = re.sub(r"[^\w.,=+-]+", "-", name)
-        used = {point.folder.name for point in (*self.points, *self.existing.values())}
-        if len(name) > MAX_NAME_CHARS or name in used:
-            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(used)])[:8]}"
+        if len(name) > MAX_NAME_CHARS or name in self.names:
+            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(self.names)])[:8]}"
+        self.names.add(name)
         return name
 
 
@@ -313,10 +320,14 @@ class Grid(Sweeper):
         for override in self.axes.values():
             if override.is_interval_sweep():
                 raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
-        grid = [*itertools.product(*map(values_of, self.axes.values()))]
-        if len(grid) > 20:  # each takes up to 0.2 s
-            log(f"checking {len(grid)} points")
-        for values in tqdm(grid, leave=False, delay=1, disable=None):
+        axes = [[*itertools.islice(values_of(axis), self.max_points + 1)] for axis in self.axes.values()]
+        n_points = math.prod(map(len, axes))
+        if n_points > self.max_points:
+            raise UserError(
+                f"hydra.sweeper.max_points must be at least {n_points}, the points of the grid, got {self.max_points}; "
+                "set it, give fewer values, or search with hydra/sweeper=optuna"
+            )
+        for values in announced(itertools.product(*axes), n_points):
             self.points.append(self.in_job(self.check)(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
@@ -329,6 +340,15 @@ class Grid(Sweeper):
         yield self.points
 
 
-def values_of(override: Override) -> list[str]:
+def values_of(override: Override) -> Iterator[str]:
     """Return the values of a setting: one, or those over which it is swept."""
-    return [*override.sweep_string_iterator()] if override.is_sweep_override() else [override.get_value_string()]
+    return override.sweep_string_iterator() if override.is_sweep_override() else iter([override.get_value_string()])
+
+
+def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
+    """Yield points that are checked; print before how many there are, and every few seconds how many are left."""
+    for done, point in enumerate(points):
+        left = n_points - done
+        if n_points > 20 and done % 250 == 0:  # 20 ms each
+            log(f"{left:,} points to check, about {left // 50 + 1} s")
+        yield point

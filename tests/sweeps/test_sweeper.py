@@ -20,6 +20,7 @@ import optuna
 import pytest
 from filelock import FileLock
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
@@ -30,8 +31,8 @@ from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wa
 
 from minigpt.runs.run_dir import is_locked, read_summary, write_summary
 from minigpt.sweeps.ranking import ranked
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep
-from minigpt.sweeps.sweeper import SAME, Sweeper
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, Point, read_plan, read_sweep
+from minigpt.sweeps.sweeper import SAME, Sweeper, announced
 from minigpt.utils.errors import RunError, UserError
 
 
@@ -180,11 +181,44 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
 
 
-def test_a_large_grid_announces_that_its_points_are_checked(plan, capsys, tmp_path):
-    plan("seed=range(3)", "optimizer.lr=1,2,3,4,5,6,7")
+def test_a_large_grid_announces_how_many_points_are_checked_also_when_it_resumes(plan, capsys, tmp_path):
+    def announced():
+        return [line for line in capsys.readouterr().err.splitlines() if "to check" in line]
+
+    grid = ["seed=range(3)", "optimizer.lr=1,2,3,4,5,6,7"]
+    plan(*grid)
+    assert announced() == ["21 points to check, about 1 s"]
+    plan(*grid, "resume=auto")  # those of the folder, and those of the command
+    assert announced() == ["21 points to check, about 1 s"] * 2
     plan("seed=1,2", folder=tmp_path / "small")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("checking")] == ["checking 21 points"]
+    assert announced() == []
+
+
+def test_how_many_points_are_left_to_check_is_printed_again_and_again(capsys):
+    assert [*announced(iter(range(600)), 600)] == [*range(600)]
+    lines = [f"{n} points to check, about {s} s" for n, s in ((600, 13), (350, 8), (100, 3))]
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_pairs(plan, monkeypatch):
+    composed, compared = [], []
+    compose, identity = ConfigLoaderImpl.load_sweep_config, Point.identity.fget
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *args: composed.append(1) or compose(*args))
+    monkeypatch.setattr(Point, "identity", property(lambda point: compared.append(1) or identity(point)))
+    line = ["schedule=cosine,linear", "seed=range(1,13)", "model.n_head=2"]
+    assert len(plan(*line).points) == 24
+    assert len(composed) == 2
+    assert len(compared) < 10 * 24
+
+
+def test_a_grid_of_too_many_points_is_refused_before_its_values_are_listed(plan):
+    with pytest.raises(
+        UserError, match=r"^hydra\.sweeper\.max_points must be at least 5976000, the points of the grid, "
+    ):
+        plan("seed=range(1,1001)", "model.n_head=range(1,84)", "optimizer.lr=range(1,73)")
+    with pytest.raises(UserError, match=r"got 10000; set it, give fewer values, or search with hydra/sweeper=optuna$"):
+        plan("seed=range(1000000000000)", "model.n_head=2,4")
+    assert len(plan("seed=1,2", "model.n_head=2,4", "hydra.sweeper.max_points=4.0").points) == 4
 
 
 def test_a_setting_whose_values_have_no_effect_is_refused(plan):

@@ -34,8 +34,10 @@ class Search(Sweeper):
 
     compares_batches = True
 
-    def __init__(self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int) -> None:
-        super().__init__(params, prune)
+    def __init__(
+        self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int, **of_grid: Any
+    ) -> None:
+        super().__init__(params, prune, **of_grid)  # over whose file that of a sweep may be merged
         self.n_trials, self.batch, self.seed = map(as_integer, (n_trials, batch, seed))
         require("hydra.sweeper.n_trials", self.n_trials, *POSITIVE_INT)
         require("hydra.sweeper.batch", self.batch, *POSITIVE_INT)
@@ -107,7 +109,7 @@ class Search(Sweeper):
             if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
                 return str(trial.suggest_int(key, int(low), int(high), log=log))
             return f"{trial.suggest_float(key, low, high, log=log):.4g}"
-        choices = values_of(override)
+        choices = [*values_of(override)]
         if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
             return choices[trial.suggest_int(key, 0, len(choices) - 1)]
         return str(trial.suggest_categorical(key, choices))
