@@ -120,10 +120,9 @@ def check_run(cfg: DictConfig) -> None:
                 known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
                 advice = f"add {group}={name}" if known else "set it to the path of a class"
                 raise UserError(f"{group}.{name} has no _target_; {advice}")
-    use_integers(cfg)
-    plain = OmegaConf.to_container(cfg)
+    settings = use_integers(cfg)
     for key, rule in _RULE_OF.items():
-        if (value := _setting(cfg, plain, key)) is not ...:
+        if (value := settings[key]) is not ...:
             require(key, value, *rule, _advice(value))
     for key, value in cfg.get("model", {}).items():
         require(f"model.{key}", value, lambda value: not _advice(value), "a number or a name", _advice(value))
@@ -157,16 +156,22 @@ def check_run(cfg: DictConfig) -> None:
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
-def use_integers(cfg: DictConfig) -> None:
+def use_integers(cfg: DictConfig) -> dict[str, Any]:
     """Make whole numbers that are written as floats, such as max_steps=1e4, integers where only these are accepted.
 
     A run records them so, and two notations of a number are the same setting.
+
+    Returns:
+        The settings that have a rule; `...` for those that `cfg` does not have.
     """
-    plain = OmegaConf.to_container(cfg)
+    settings = {}
     for key, (accepts, _) in (_RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}).items():
-        value = _setting(cfg, plain, key)
+        value = OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
         if not accepts(value) and accepts(as_integer(value)):
-            OmegaConf.update(cfg, key, as_integer(value))
+            value = as_integer(value)
+            OmegaConf.update(cfg, key, value)
+        settings[key] = value
+    return settings
 
 
 def use_outside_values(cfg: DictConfig) -> None:
@@ -191,19 +196,6 @@ def flat(config: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", each) for name, each in flat(value))
         else:
             yield key, value
-
-
-def _setting(cfg: DictConfig, plain: Any, key: str) -> Any:
-    """Return a setting, or `...` if there is none, from the container of `cfg`: 1/50 of the time of `select`."""
-    found = plain
-    for name in key.split("."):
-        if isinstance(found, dict):
-            found = found.get(name, ...)
-        elif found is not ...:
-            found = "${}"  # a group is an interpolation, or no group
-    if isinstance(found, str | list) and re.search(r"\$\{|\?\?\?", str(found)):
-        return OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
-    return found
 
 
 def _advice(value: Any) -> str:

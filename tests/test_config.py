@@ -6,12 +6,11 @@ from itertools import zip_longest
 
 import pytest
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 from small_runs import CONFIGS, composed
 
 from minigpt.config import GPTConfig
-from minigpt.run_config import _RULE_OF, RunConfig, _setting, check_run
+from minigpt.run_config import RunConfig, check_run
 from minigpt.utils.errors import UserError
 
 # Settings, of which the last is refused.
@@ -95,38 +94,6 @@ def test_a_whole_number_in_any_notation_is_the_same_integer():
     for key in WHOLE:
         with pytest.raises(UserError, match=rf"^{key} must be [^;]*, got 1\.5$"):
             check_run(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=1.5"])))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"seed": "${pause_at}", "pause_at": 10.0, "model": "${m}", "m": {"n_layer": 2.0, "dropout": "${pause_at}"}},
-        {"optimizer": {"lr": 0.5, "betas": [0.5, "${optimizer.lr}"]}, "init_from": "x", "data": {"path": ["a", "b"]}},
-        {"optimizer": None, "callbacks": {"samples": None}, "seed": None},
-        {},
-    ],
-)
-def test_a_setting_is_what_omegaconf_selects(given):
-    cfg = OmegaConf.create(given)
-    plain = OmegaConf.to_container(cfg)
-    for key in (*_RULE_OF, "model.n_layer", "model.dropout", "model.none"):
-        value, selected = _setting(cfg, plain, key), OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
-        assert value == selected, key
-        assert isinstance(selected, ListConfig) or type(value) is type(selected)
-
-
-def test_a_setting_that_omegaconf_refuses_is_an_error():
-    missing = r"(?i)missing mandatory value"
-    for key, given, error in (
-        ("seed", {"seed": "???"}, missing),
-        ("seed", {"seed": "${max_steps}", "max_steps": "???"}, missing),
-        ("trainer.devices", {"trainer": [1]}, "is not an int"),
-    ):
-        cfg = OmegaConf.create(given)
-        with pytest.raises(OmegaConfBaseException, match=error):
-            OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
-        with pytest.raises(OmegaConfBaseException, match=error):
-            _setting(cfg, OmegaConf.to_container(cfg), key)
 
 
 def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_a_multiple_of_eight():

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -17,7 +16,7 @@ from minigpt.utils.errors import UserError
 
 
 def compose(
-    loader: ConfigLoaderImpl,
+    loader: Any,
     master: DictConfig,
     hydra: Mapping[str, Any],
     line: Sequence[str],
@@ -48,6 +47,6 @@ def compose(
     several = any(override.is_sweep_override() for override in parsed)
     values = [] if several else Overrides(groups, parsed).config_overrides
     config: DictConfig = pickle.loads(once(by_hydra, *(each.input_line for each in parsed if each not in values)))
-    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    loader._apply_overrides_to_config(values, config)
     OmegaConf.copy_cache(master, config)
     return config
