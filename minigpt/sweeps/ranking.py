@@ -16,7 +16,7 @@ from minigpt.sweeps.results import BITS, COMPLETED, DIVERGED, NATS, SKIPPED, Poi
 from minigpt.sweeps.settings import short_names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of thousands of rows, comparisons by value would take minutes
 class Row:
     """Points that differ only in their seed: one row of the table.
 

@@ -75,7 +75,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, make_folder(config.hydra.sweep)
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
-        self.checked: set[str] = set()  # their identities
+        self.checked: dict[str, Mapping[str, str]] = {}  # values of the possible points, by identity
         self.names: set[str] = set()  # of folders
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
@@ -144,9 +144,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
-        if point.identity in self.checked:
+        if self.checked.setdefault(point.identity, values) is not values:
             return replace(point, status=SKIPPED, reason=SAME)
-        self.checked.add(point.identity)
         folder = self.existing.get(point.identity, point).folder
         rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
