@@ -104,7 +104,7 @@ REFUSED = {
     "train.py seed=1,2 +sweep=wandb -m": "configs/sweep/wandb.yaml is for W&B's own agent",
     "train.py seed=1,2 hydra.job.chdir=true -m": "hydra.job.chdir must be false, because relative paths",
     "train.py seed=1,2 hydra.sweep.subdir=x -m": "hydra.sweep.subdir must be left out, because folders of runs are",
-    "train.py seed=1,2 logger=wandb +logger.wandb.id=fox -m": "logger.wandb.id must be null in a sweep, whose runs",
+    "train.py seed=1,2 logger=wandb +logger.wandb.id=fox -m": "logger.wandb.id or WANDB_RUN_ID must be null in a",
     "train.py seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2 -m": "devices must be 1 with",
     "train.py seed=1,2 hydra.sweep.dir=. -m": ". is not empty and holds no sweep; choose another folder with",
     "sweep_report.py latin.txt": "latin.txt is not a folder; give the folder of a sweep, such as runs/sweeps/latest",

@@ -18,7 +18,7 @@ _PATHS = ("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
 _TEXTS = (
     *("data.separator", "callbacks.samples.prompt", "callbacks.attention.text"),
-    *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity")),
+    *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity", "id")),
 )
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 

@@ -1,26 +1,27 @@
 """Weights & Biases: online with a key and a server that answers, else offline, and never a reason to stop a run."""
 
+import glob
 import inspect
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import WandbLogger
 
-from minigpt.runs.run_dir import PLAN
+from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.utils.checks import one_of, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
-_PART = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")  # the folder of one process: its start, the id of its run
+_FOLDER = "wandb/folder.txt"  # the path of the run folder, to which the id of the run belongs
 # Arguments of wandb.init that are set here, or that would make a run other than that of the folder.
 _NOT_OPTIONS = {"dir", "settings", "anonymous", "resume_from", "fork_from", "force", "reinit"}
 
@@ -56,7 +57,8 @@ class Wandb(WandbLogger):
             if exit_code == os.EX_TEMPFAIL:
                 self.experiment.mark_preempting()
             self.experiment.finish(exit_code)
-        if self.lost:  # else wandb would connect to its client at exit
+        # Else wandb would connect to its client at exit. A run of the user would end, too.
+        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= {None, self.experiment}:
             with suppress(Exception):
                 wandb.teardown()
 
@@ -71,55 +73,119 @@ class Wandb(WandbLogger):
             self.lost = True
 
 
-def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **options: Any) -> Wandb | None:
-    """Start or resume the W&B run of a run folder; None on all ranks but 0.
+def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb | None:
+    """Start or resume the W&B run of a run folder; None on all ranks but 0, and if W&B is disabled.
 
     Args:
-        name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        options: of `wandb.init`. Without `id`, it is that of the run which the folder holds.
+        options: of `wandb.init`. Those that are None are as W&B's variables and settings files say, if they do.
 
     Raises:
         UserError: an option is unknown, or W&B cannot start, not even offline.
     """
     if not is_rank_zero():
         return None
-    # wandb's error reports wait for an unresponsive server, for 20 s at exit.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import requests
     import wandb
 
-    folder, known = Path(folder), inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
+    known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
         advice = "its files are in hydra.run.dir, and checkpoints are not uploaded"
         raise UserError(f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; {advice}")
-    share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
-    settings = wandb.Settings(init_timeout=share, login_timeout=share, finish_timeout=timeout, console="off")
-    parts = sorted(part.groups() for file in folder.glob("wandb/*") if (part := _PART.fullmatch(file.name)))
-    where = os.path.abspath(folder)  # wandb's own process can have another working directory
-    options = {"resume": "allow", "dir": where, "name": name or folder.name} | options
-    options["id"] = str(options.get("id") or (parts[-1][1] if parts else "")) or None
-    mode: Any = options.pop("mode", None) or os.environ.get("WANDB_MODE") or None
-    require("logger.wandb.mode or WANDB_MODE", mode, *or_null(one_of(("online", "offline", "disabled", "shared"))))
-    if not mode:
-        has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
-        mode = "online" if has_key else "offline"
+    modes = or_null(one_of(("online", "offline", "disabled", "shared")))
+    require("logger.wandb.mode or WANDB_MODE", options.get("mode") or os.environ.get("WANDB_MODE") or None, *modes)
+    if "WANDB_SERVICE" not in os.environ:  # of a client that runs
+        # Its error reports wait for an unresponsive server, for 20 s at exit.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    folder = Path(os.path.abspath(folder))  # wandb's own process can have another working directory
     try:
+        active = wandb.run or wandb.setup().most_recent_active_run  # of the user, in this process
+        settings = _settings(folder, timeout, active, options)
+        if settings.mode == "disabled":  # wandb would end the global run of the user
+            return None
         try:
-            run = wandb.init(mode=mode, settings=settings, **options)
+            run = wandb.init(settings=settings, **options)
         except wandb.errors.Error:  # no server, or a wrong key
-            if mode == "offline":
+            if settings.mode == "offline":
                 raise
-            wandb.teardown()  # its client would still use the id
-            mode = "offline"
-            run = wandb.init(mode=mode, settings=settings, **options)
-    except (wandb.errors.Error, ValueError) as error:
+            settings.mode = "offline"
+            if active:  # the client still uses the id
+                settings.run_id = token_hex(4)
+            else:
+                wandb.teardown()
+                os.environ.pop("WANDB_SERVICE", None)
+            run = wandb.init(settings=settings, **options)
+    except Exception as error:  # of wandb, of pydantic, of wandb's own process
         raise UserError(f"Weights & Biases cannot start: {' '.join(str(error).split())}") from error
-    if mode == "offline":
-        print(sanitize_line(f"Weights & Biases is offline; upload later with: {sync_command(folder)}"), file=sys.stderr)
+    with suppress(OSError):  # wandb writes elsewhere if it cannot write here
+        (folder / _FOLDER).write_bytes(os.fsencode(folder.resolve()))
+    if run.offline:
+        line = f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}"
+        print(sanitize_line(line), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
     return Wandb(experiment=run)
+
+
+def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]) -> Any:
+    """Return W&B's settings for a run folder: minigpt's defaults, replaced by W&B's files, its variables, `options`.
+
+    Args:
+        active: a run of the user that continues, if any.
+        options: those that are settings are taken out.
+    """
+    import requests
+    import wandb
+
+    session = wandb.setup().settings  # of files, and of variables as they were when W&B started
+    keys = (os.environ.get("WANDB_API_KEY"), session.api_key, session.identity_token_file)
+    has_key = any(keys) or requests.utils.get_netrc_auth(session.base_url)
+    sweep = next((each for each in (folder, folder.parent) if (each / PLAN).exists()), None)
+    settings = wandb.Settings(
+        mode="online" if has_key and not (active and active.offline) else "offline",
+        project="minigpt",
+        run_name=folder.name,
+        run_group=sweep.name if sweep else None,
+        run_id=_own_id(folder) or token_hex(4),
+        resume="allow",
+        console="off",
+        silent=True,
+    )
+    settings.update_from_settings(session)
+    settings.update_from_env_vars(dict(os.environ))
+    if active and active.id == settings.run_id:  # of WANDB_RUN_ID
+        settings.run_id = token_hex(4)
+    given = {
+        "mode": options.pop("mode", None),
+        "run_id": str(options.pop("id", None) or "") or None,
+        "run_tags": options.pop("tags", None),
+        "init_timeout": 0.3 * timeout,
+        "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
+        "finish_timeout": timeout,
+        "root_dir": str(folder),
+        "use_dot_wandb": False,
+        "reinit": "create_new" if active else "default",
+    }
+    settings.update_from_dict(given)  # without those that are None
+    if sweep:
+        settings.run_tags = [*(settings.run_tags or ()), "sweep", *(["summary"] if sweep == folder else [])]
+    return settings
+
+
+def _own_id(folder: Path) -> str | None:
+    """Return the id of the W&B run in a folder; None if it has none, or if the folder is a copy of one with that id.
+
+    A folder that was moved keeps its id, on another host too. The parts of the run in a copy are marked as uploaded,
+    because they belong to the original.
+    """
+    parts = folder.glob("wandb/*run-*/run-*.wandb")
+    files = sorted(parts, key=lambda file: file.parent.name.removeprefix("offline-"))  # by the time of their start
+    run_id = files[-1].stem.removeprefix("run-") if files else None
+    record = folder / _FOLDER
+    original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
+    held = original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}")
+    is_copy = os.path.isdir(original) and not original.samefile(folder) and any(held)
+    for file in files if is_copy else ():
+        file.with_suffix(".wandb.synced").touch()
+    return None if is_copy else run_id
 
 
 def sync_command(folder: Path) -> str:

@@ -183,9 +183,8 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from hydra.utils import instantiate
 
-    named = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name, "resume": "allow"}
-    tags = [*wandb_config.tags, "sweep", "summary"]
-    if logger := instantiate(wandb_config, folder=str(folder), tags=tags, **named, _convert_="object"):  # on rank 0
+    name = f"{folder.name} summary"
+    if logger := instantiate(wandb_config, folder=str(folder), name=name, resume="allow", _convert_="object"):
         import wandb
 
         tables = {"sweep": _wandb_table(folder / TABLE), "runs": _wandb_table(folder / RUNS)}

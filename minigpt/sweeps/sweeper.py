@@ -5,6 +5,7 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,8 +83,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         check_hydra(config.hydra)
         expected = "left out, because folders of runs are named by their settings"
         require("hydra.sweep.subdir", self.hydra["hydra.sweep.subdir"], "${hydra.job.num}".__eq__, expected)
-        run_id, expected = OmegaConf.select(config, "logger.wandb.id"), "null in a sweep, whose runs have one each"
-        require("logger.wandb.id", run_id, lambda value: value is None, expected)
+        exported = {**os.environ, **config.hydra.job.env_set}.get("WANDB_RUN_ID")
+        run_id = self.wandb and (self.wandb.get("id") or exported)
+        expected = "null in a sweep, whose runs have one each"
+        require("logger.wandb.id or WANDB_RUN_ID", run_id, lambda value: not value, expected)
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.
@@ -250,7 +253,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points[:] = map(refresh, self.points)
 
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
-        """Return the command line of a run, with a group and a tag for Weights & Biases."""
+        """Return the command line of a run."""
         names = {
             "hydra.run.dir": point.folder,
             "hydra.sweep.dir": self.folder,
@@ -261,14 +264,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         resumes = can_resume and (self.prune or self.cfg.resume == "auto")
         overrides = self._overrides(point.overrides) + (["resume=auto"] if resumes else [])
         overrides += [] if rung is None else [f"pause_at={point.rungs[rung]}"]
-        if self.wandb:
-            names |= {} if self.wandb.group else {"logger.wandb.group": self.folder.name}
-            overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*self.wandb.tags, 'sweep']))}]"]
         return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
 
     def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
         """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
-        config = self._once(self.compose, point.overrides).copy()
+        config = self.compose(point.overrides)
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
         config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
         added = list(overrides[len(self._overrides(point.overrides)) :])

@@ -3,21 +3,27 @@
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from html import escape
 
 import pytest
+import wandb
 from hydra.errors import InstantiationException
+from PIL import Image
 from robustness.faults.server import serve
 from small_runs import composed, rows, wandb_records
 
 from minigpt.extras.playground.history import read_samples
-from minigpt.runs.run_dir import read_summary
+from minigpt.runs.overrides import quote_override
+from minigpt.runs.run_dir import PLAN, read_summary
 from minigpt.runs.trainer import instantiate_group
 from minigpt.runs.wandb_logger import sync_command
+from minigpt.sweeps.report import publish
 from minigpt.utils.signals import Interrupted
 
 UNKNOWN = ("save_dir", "dir", "settings")  # of Lightning's logger, and of wandb.init, that the run sets
@@ -25,12 +31,16 @@ UNKNOWN = ("save_dir", "dir", "settings")  # of Lightning's logger, and of wandb
 
 @pytest.fixture
 def logged_out(monkeypatch, tmp_path):
-    """No settings of W&B but those of a test."""
+    """No settings of W&B but those of a test, in a folder of its own."""
     # WANDB_SERVICE is of the client's process, which a test may end.
     for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # the client has read the variables that were
+    yield
+    wandb.teardown()
 
 
 def end(monkeypatch, how):
@@ -49,7 +59,7 @@ def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(tra
     with pytest.raises(ZeroDivisionError):
         train("logger=wandb", "callbacks.samples.max_new_tokens=20")
     (output,) = (line for line in capfd.readouterr().err.splitlines() if "wandb" in line)
-    assert output.endswith(f"wandb sync {tmp_path}/run/wandb")
+    assert output.endswith("wandb sync run/wandb")
     records = wandb_records(tmp_path / "run")
     (metric,) = contents(records, "metric")
     assert (metric["glob_name"], metric["step_metric"]) == ("*", "trainer/global_step")  # the x axis of every curve
@@ -87,9 +97,17 @@ def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_over
 
 def logger_of(folder, *options):
     """Return the logger of a run with these options."""
+    folder = f"logger.wandb.folder={quote_override(folder)}"
     given = (option.replace("wandb.", "logger.wandb.", 1) for option in options)
-    (logger,) = instantiate_group("logger", composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger)
-    return logger
+    loggers = instantiate_group("logger", composed("logger=wandb", folder, *given).logger)
+    return loggers[0] if loggers else None
+
+
+def start_and_finish(folder, *options):
+    """Return W&B's settings of a run with these options, which has ended."""
+    logger = logger_of(folder, *options)
+    logger.finish({})
+    return logger.experiment.settings
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -101,7 +119,7 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
         found = logger.experiment.settings
         assert (found.run_id, found.resume, found.mode) == ("fox-run-1", "must" if given else "allow", "offline")
         names = found.project, found.entity, found.run_group, found.run_tags, found.run_name
-        assert names == (("p", "e", "g", ("t",), "n") if given else ("minigpt", None, None, (), tmp_path.name))
+        assert names == (("p", "e", "g", ("t",), "n") if given else ("minigpt", None, None, None, tmp_path.name))
         waits = found.init_timeout, found.login_timeout, found.finish_timeout
         assert waits == pytest.approx((6, 6, 20) if given else (3, 3, 10))
         logger.finish({})
@@ -122,6 +140,174 @@ def test_an_option_that_cannot_be_honored_is_refused_in_one_line(tmp_path, wrong
     with pytest.raises(InstantiationException) as refused:
         logger_of(tmp_path, *wrong.split())
     assert re.match(message, str(refused.value.__cause__))
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path, monkeypatch):
+    def names(folder, *options):
+        found = start_and_finish(tmp_path / folder, *options)
+        labels = found.run_name, found.project, found.entity, found.run_group, found.run_job_type, found.run_notes
+        return *labels, found.run_tags, found.run_id
+
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nproject = of-file\nentity = of-file\n")  # of `wandb init`
+    assert names("file")[:3] == ("file", "of-file", "of-file")
+    variables = {"NAME": "n", "PROJECT": "p", "ENTITY": "e", "RUN_GROUP": "g", "JOB_TYPE": "j", "NOTES": "o"}
+    for name, value in (variables | {"TAGS": "a,b", "RUN_ID": "fox"}).items():  # though the client runs
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert names("variables") == ("n", "p", "e", "g", "j", "o", ("a", "b"), "fox")
+    (record,) = contents(wandb_records(tmp_path / "variables"), "run")
+    written = {"display_name": "n", "project": "p", "entity": "e", "run_group": "g", "job_type": "j", "notes": "o"}
+    assert written | {"tags": ["a", "b"], "run_id": "fox"} == {
+        name: record[name] for name in [*written, "tags", "run_id"]
+    }
+    given = "wandb.name=N wandb.project=P wandb.entity=E wandb.group=G +wandb.job_type=J +wandb.notes=O wandb.tags=[c]"
+    assert names("line", *given.split(), "+wandb.id=3") == ("N", "P", "E", "G", "J", "O", ("c",), "3")
+    assert names("line", "wandb.tags=[]")[6:] == ((), "fox")  # the id of the variable, not that of the folder
+
+    other = {"RESUME": "must", "CONSOLE": "wrap", "SILENT": "false", "DISABLE_GIT": "true", "HOST": "h"}
+    ignored = {"DIR": str(tmp_path / "elsewhere"), "USE_DOT_WANDB": "true", "INIT_TIMEOUT": "99"}
+    for name, value in (other | ignored).items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    found = start_and_finish(tmp_path / "other")
+    acting = (found.resume, found.console, found.silent, found.disable_git, found.host)
+    assert acting == ("must", "wrap", False, True, "h")
+    assert (found.wandb_dir, found.init_timeout) == (str(tmp_path / "other/wandb"), 3)
+    assert start_and_finish(tmp_path / "other", "+wandb.resume=never").resume == "never"
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+@pytest.mark.parametrize("source", ["file", "variable"])
+def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(tmp_path, monkeypatch, mode, source):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        (tmp_path / "wandb").mkdir()
+        if source == "file":  # as `wandb offline` and `wandb disabled` write it
+            (tmp_path / "wandb/settings").write_text(f"[default]\nmode = {mode}\n")
+        else:
+            monkeypatch.setenv("WANDB_MODE", mode)
+        logger = logger_of(tmp_path / "run")
+        assert (tmp_path / "run/wandb").exists() == (mode == "offline")
+        if mode == "offline":
+            logger.finish({})
+            assert contents(wandb_records(tmp_path / "run"), "exit")
+        with pytest.raises(BlockingIOError):  # nobody waits
+            server.accept()
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_settings(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "users")  # taken, then
+    variables = {name for name in os.environ if name.startswith("WANDB_")}
+    mine = wandb.init(mode="offline", dir=tmp_path, project="mine", name="mine", config={"rate": 7})
+    wandb.log({"before": 1})
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / PLAN).touch()
+    for name in ("sweep.csv", "runs.csv"):
+        (tmp_path / "sweep" / name).write_text("lr,val loss\n0.1,2\n")
+    Image.new("RGB", (1, 1)).save(tmp_path / "sweep/sweep.png")
+    for folder in ("first", "second"):
+        train("logger=wandb", "max_steps=2", "logger.wandb.project=fox", folder=tmp_path / folder)
+        assert wandb.run is mine
+    publish(tmp_path / "sweep", ["Fox wins."], composed("logger=wandb").logger.wandb)
+    assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {"WANDB_SERVICE"}
+    wandb.log({"after": 2})
+    mine.finish()
+
+    records = wandb_records(tmp_path)
+    history = [{name: row[name] for name in row if name[0] != "_"} for row in map(item, contents(records, "history"))]
+    assert history == [{"before": 1}, {"after": 2}]
+    (run,) = contents(records, "run")
+    assert (run["run_id"], run["project"], run["display_name"]) == ("users", "mine", "mine")
+    assert "n_embd" not in json.dumps([run, contents(records, "config")])
+    assert [record["exit_code"] for record in contents(records, "exit")] == [0]
+    ids = {"users"}
+    for folder in ("first", "second", "sweep"):
+        records = wandb_records(tmp_path / folder)
+        (run,) = contents(records, "run")
+        expected = ("minigpt", "sweep summary") if folder == "sweep" else ("fox", folder)
+        assert (run["project"], run["display_name"]) == expected
+        assert len(contents(records, "exit")) == 1
+        logged = "answer" if folder == "sweep" else "train_loss"
+        assert logged in json.dumps([contents(records, "history"), contents(records, "summary")])
+        ids.add(run["run_id"])
+    assert len(ids) == 4
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("reinit", ["default", "create_new"])
+def test_a_dead_server_beside_a_run_of_the_user_makes_a_run_offline_and_leaves_that_of_the_user(
+    tmp_path, monkeypatch, reinit
+):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    mine = wandb.init(mode="offline", dir=tmp_path, reinit=reinit)
+    logger = logger_of(tmp_path / "run", "+wandb.mode=online", "+wandb.id=fox", "wandb.timeout=1")
+    assert logger.experiment.offline
+    logger.lost = True  # which ends the client, if no run of the user has it
+    logger.finish({})
+    mine.log({"after": 2})
+    mine.finish()
+    ((row,),) = (contents(wandb_records(tmp_path), "history"),)
+    assert item(row)["after"] == 2
+
+
+def item(row):
+    """Return a row of the history; a number is written as a float."""
+    return row["item"]
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_the_id_of_a_run_belongs_to_one_folder(tmp_path):
+    def start(folder, *options):
+        return start_and_finish(tmp_path / folder, *options).run_id
+
+    first = start("runs/a", "+wandb.id='fox*[a]'")
+    assert first == "fox*[a]"
+    shutil.copytree(tmp_path / "runs/a", tmp_path / "runs/copy", symlinks=True)
+    assert start("runs/a") == first
+    copied = start("runs/copy")
+    assert copied != first
+    assert [start("runs/copy"), start("runs/a")] == [copied, first]
+    # A copy uploads its own parts only.
+    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(tmp_path / "runs/copy/wandb")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert (output.count(f"run-{copied}"), output.count("fox")) == (2, 0)
+
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert [start("moved/a"), start("moved/copy")] == [first, copied]
+    (tmp_path / "mount").symlink_to("moved")  # as another host has another path
+    assert [start("mount/a"), start("moved/a"), start("mount/copy")] == [first, first, copied]
+    (tmp_path / "moved/a").rename(tmp_path / "moved/b")
+    assert start("moved/a") not in (first, copied)  # a new run where the other was
+    assert start("moved/b") == first
+    (tmp_path / "moved/b/wandb/folder.txt").unlink()  # as before there was one
+    assert start("moved/b") == first
+
+
+@pytest.mark.usefixtures("logged_out")
+def test_runs_of_a_sweep_have_its_group_and_tag_whatever_its_name(tmp_path, monkeypatch):
+    name = "it's a b, c=[$HOME] é"
+    for folder in (sweep := tmp_path / name, job := sweep / "seed=1"):
+        folder.mkdir()
+    (sweep / PLAN).touch()
+
+    def names(folder, *options):
+        found = start_and_finish(folder, *options)
+        return found.run_name, found.run_group, found.run_tags
+
+    tags = f"wandb.tags=[{quote_override(name)}]"
+    assert names(job, tags) == ("seed=1", name, (name, "sweep"))
+    assert names(sweep, tags)[1:] == (name, (name, "sweep", "summary"))
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    monkeypatch.setenv("WANDB_TAGS", "fox")
+    assert names(job) == ("seed=1", "mine", ("fox", "sweep"))
+    assert names(job, "wandb.tags=[]", "wandb.group=yours", "wandb.name=same") == ("same", "yours", ("sweep",))
+    (record,) = contents(wandb_records(job, -1), "run")
+    assert (record["display_name"], record["run_group"], record["tags"]) == ("same", "yours", ["sweep"])
 
 
 def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):

@@ -391,14 +391,23 @@ def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if
     assert [row.overrides for row in rows] == [{"resume": "a"}, {"resume": "b"}, {"resume": "c"}]
 
 
-def test_a_sweep_may_have_any_folder_and_any_tags_and_names_for_weights_and_biases(plan, tmp_path):
+def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases_to_its_user(plan, tmp_path):
     name = "it's a b, c=[$HOME] é"
-    tags = "['{}']".format(name.replace("'", r"\'"))
-    sweeper = plan("seed=1,2", "logger=wandb", f"logger.wandb.tags={tags}", folder=tmp_path / name)
-    given = sweeper.engine.configs[1].logger.wandb
-    assert (given.tags, given.name, given.group) == ([name, "sweep"], None, name)  # the name is that of the folder
-    (config, _) = plan("seed=1,2", "logger=wandb", "logger.wandb.group=mine", "logger.wandb.name=same").engine.configs
-    assert (config.logger.wandb.group, config.logger.wandb.name) == ("mine", "same")
+    sweeper = plan("seed=1,2", "logger=wandb", "logger.wandb.name=same", folder=tmp_path / name)
+    config = sweeper.engine.configs[1]
+    assert (config.logger.wandb.name, config.logger.wandb.group) == ("same", None)
+    assert sweeper.points[1].folder == tmp_path / name / "seed=2"
+
+
+@pytest.mark.parametrize("given", ["WANDB_RUN_ID", "+hydra.job.env_set.WANDB_RUN_ID=fox", "+logger.wandb.id=fox"])
+def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monkeypatch, given):
+    if given == "WANDB_RUN_ID":
+        monkeypatch.setenv(given, "fox")
+    expected = "^logger.wandb.id or WANDB_RUN_ID must be null in a sweep, whose runs have one each, got fox"
+    with pytest.raises(UserError, match=expected):
+        plan("seed=1,2", "logger=wandb", *([given] if "=" in given else []))
+    if "logger" not in given:
+        plan("seed=1,2", *([given] if "=" in given else []))  # without W&B
 
 
 @pytest.mark.parametrize("line", ["hydra.sweeper.prune=true", "hydra/sweeper=optuna"])
