@@ -89,8 +89,10 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
 
     known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
-        advice = "its files are in hydra.run.dir, and checkpoints are not uploaded"
-        raise UserError(f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; {advice}")
+        raise UserError(
+            f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; "
+            "its files are in hydra.run.dir, and checkpoints are not uploaded"
+        )
     modes = or_null(one_of(("online", "offline", "disabled", "shared")))
     require("logger.wandb.mode or WANDB_MODE", options.get("mode") or os.environ.get("WANDB_MODE") or None, *modes)
     if "WANDB_SERVICE" not in os.environ:  # of a client that runs
@@ -102,25 +104,16 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
         settings = _settings(folder, timeout, active, options)
         if settings.mode == "disabled":  # wandb would end the global run of the user
             return None
-        try:
-            run = wandb.init(settings=settings, **options)
-        except wandb.errors.Error:  # no server, or a wrong key
-            if settings.mode == "offline":
-                raise
-            settings.mode = "offline"
-            if active:  # the client still uses the id
-                settings.run_id = token_hex(4)
-            else:
-                wandb.teardown()
-                os.environ.pop("WANDB_SERVICE", None)
-            run = wandb.init(settings=settings, **options)
+        run = _start(settings, active, options)
     except Exception as error:  # of wandb, of pydantic, of wandb's own process
         raise UserError(f"Weights & Biases cannot start: {' '.join(str(error).split())}") from error
     with suppress(OSError):  # wandb writes elsewhere if it cannot write here
         (folder / _FOLDER).write_bytes(os.fsencode(folder.resolve()))
     if run.offline:
-        line = f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}"
-        print(sanitize_line(line), file=sys.stderr)
+        print(
+            sanitize_line(f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}"),
+            file=sys.stderr,
+        )
     run.define_metric("*", step_metric="trainer/global_step")
     return Wandb(experiment=run)
 
@@ -136,8 +129,15 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
     import wandb
 
     session = wandb.setup().settings  # of files, and of variables as they were when W&B started
-    keys = (os.environ.get("WANDB_API_KEY"), session.api_key, session.identity_token_file)
-    has_key = any(keys) or requests.utils.get_netrc_auth(session.base_url)
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    has_key = any(
+        (
+            os.environ.get("WANDB_API_KEY"),
+            session.api_key,
+            session.identity_token_file,
+            requests.utils.get_netrc_auth(session.base_url),
+        )
+    )
     sweep = next((each for each in (folder, folder.parent) if (each / PLAN).exists()), None)
     settings = wandb.Settings(
         mode="online" if has_key and not (active and active.offline) else "offline",
@@ -150,21 +150,21 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
         silent=True,
     )
     settings.update_from_settings(session)
-    settings.update_from_env_vars(dict(os.environ))
-    if active and active.id == settings.run_id:  # of WANDB_RUN_ID
-        settings.run_id = token_hex(4)
-    given = {
-        "mode": options.pop("mode", None),
-        "run_id": str(options.pop("id", None) or "") or None,
-        "run_tags": options.pop("tags", None),
-        "init_timeout": 0.3 * timeout,
-        "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
-        "finish_timeout": timeout,
-        "root_dir": str(folder),
-        "use_dot_wandb": False,
-        "reinit": "create_new" if active else "default",
-    }
-    settings.update_from_dict(given)  # without those that are None
+    settings.update_from_env_vars(environment)
+    is_taken = active and active.id == settings.run_id  # that of WANDB_RUN_ID
+    settings.update_from_dict(  # without those that are None
+        {
+            "mode": options.pop("mode", None),
+            "run_id": str(options.pop("id", None) or (token_hex(4) if is_taken else settings.run_id)),
+            "run_tags": options.pop("tags", None),
+            "init_timeout": 0.3 * timeout,
+            "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
+            "finish_timeout": timeout,
+            "root_dir": str(folder),
+            "use_dot_wandb": False,
+            "reinit": "create_new" if active else "default",
+        }
+    )
     if sweep:
         settings.run_tags = [*(settings.run_tags or ()), "sweep", *(["summary"] if sweep == folder else [])]
     return settings
@@ -176,16 +176,40 @@ def _own_id(folder: Path) -> str | None:
     A folder that was moved keeps its id, on another host too. The parts of the run in a copy are marked as uploaded,
     because they belong to the original.
     """
-    parts = folder.glob("wandb/*run-*/run-*.wandb")
-    files = sorted(parts, key=lambda file: file.parent.name.removeprefix("offline-"))  # by the time of their start
-    run_id = files[-1].stem.removeprefix("run-") if files else None
+    # In the order of their start
+    parts = sorted(folder.glob("wandb/*run-*/run-*.wandb"), key=lambda part: part.parent.name.removeprefix("offline-"))
+    run_id = parts[-1].stem.removeprefix("run-") if parts else None
     record = folder / _FOLDER
     original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
-    held = original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}")
-    is_copy = os.path.isdir(original) and not original.samefile(folder) and any(held)
-    for file in files if is_copy else ():
-        file.with_suffix(".wandb.synced").touch()
+    is_copy = (
+        os.path.isdir(original)
+        and not original.samefile(folder)
+        and any(original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}"))
+    )
+    for part in parts if is_copy else ():
+        part.with_suffix(".wandb.synced").touch()
     return None if is_copy else run_id
+
+
+def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
+    """Start a W&B run; offline if no server answers, or if the key is wrong."""
+    import wandb
+
+    wandb.termsetup(settings, None)  # silent, but only here; the variable would silence runs of the user
+    try:
+        return wandb.init(settings=settings, **options)
+    except wandb.errors.Error:
+        if settings.mode == "offline":
+            raise
+        settings.mode = "offline"
+        if active:  # its client still uses the id
+            settings.run_id = token_hex(4)
+        else:
+            wandb.teardown()
+            os.environ.pop("WANDB_SERVICE", None)
+        return wandb.init(settings=settings, **options)
+    finally:
+        wandb.termsetup(wandb.setup().settings, None)
 
 
 def sync_command(folder: Path) -> str:

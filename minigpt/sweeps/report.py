@@ -183,8 +183,8 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from hydra.utils import instantiate
 
-    name = f"{folder.name} summary"
-    if logger := instantiate(wandb_config, folder=str(folder), name=name, resume="allow", _convert_="object"):
+    named = {"name": f"{folder.name} summary", "resume": "allow"}
+    if logger := instantiate(wandb_config, folder=str(folder), **named, _convert_="object"):  # on rank 0
         import wandb
 
         tables = {"sweep": _wandb_table(folder / TABLE), "runs": _wandb_table(folder / RUNS)}
