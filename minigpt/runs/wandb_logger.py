@@ -166,7 +166,7 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
         }
     )
     if sweep:
-        settings.run_tags = [*(settings.run_tags or ()), "sweep", *(["summary"] if sweep == folder else [])]
+        settings.run_tags = (*(settings.run_tags or ()), "sweep", *(("summary",) if sweep == folder else ()))
     return settings
 
 
