@@ -129,7 +129,6 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
     import wandb
 
     session = wandb.setup().settings  # of files, and of variables as they were when W&B started
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
     has_key = any(
         (
             os.environ.get("WANDB_API_KEY"),
@@ -150,7 +149,8 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
         silent=True,
     )
     settings.update_from_settings(session)
-    settings.update_from_env_vars(environment)
+    # The key would replace that of a login of the user.
+    settings.update_from_env_vars({name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"})
     is_taken = active and active.id == settings.run_id  # that of WANDB_RUN_ID
     settings.update_from_dict(  # without those that are None
         {

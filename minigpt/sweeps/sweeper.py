@@ -83,7 +83,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         check_hydra(config.hydra)
         expected = "left out, because folders of runs are named by their settings"
         require("hydra.sweep.subdir", self.hydra["hydra.sweep.subdir"], "${hydra.job.num}".__eq__, expected)
-        exported = {**os.environ, **config.hydra.job.env_set}.get("WANDB_RUN_ID")
+        exported = config.hydra.job.env_set.get("WANDB_RUN_ID") or os.environ.get("WANDB_RUN_ID")
         run_id = self.wandb and (self.wandb.get("id") or exported)
         expected = "null in a sweep, whose runs have one each"
         require("logger.wandb.id or WANDB_RUN_ID", run_id, lambda value: not value, expected)
