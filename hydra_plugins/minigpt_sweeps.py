@@ -1,6 +1,7 @@
 """The sweepers, launchers, search path and callback of minigpt, in the package that Hydra searches for plugins.
 
-Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it.
+Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it. How Hydra reads
+configuration files is corrected for those that some editors write.
 """
 
 import os
@@ -9,10 +10,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from hydra._internal.core_plugins import file_config_source
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
+from hydra.plugins import config_source
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -52,6 +55,30 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
         if isinstance(names, list | ListConfig):  # Hydra refuses others
             folders += map(str, names)
     return folders
+
+
+def _read_byte_order_marks() -> None:
+    """Make Hydra find the `# @package` line behind a byte-order mark, and name a file that is not UTF-8.
+
+    It would merge such a file elsewhere, without a warning.
+    """
+    read_header = config_source.ConfigSource._get_header_dict
+    load_config = file_config_source.FileConfigSource.load_config
+
+    def load_utf8(self: Any, config_path: str) -> Any:
+        try:
+            return load_config(self, config_path)
+        except UnicodeDecodeError:
+            file = os.path.join(self.path, self._normalize_file_name(config_path))
+            raise config_source.ConfigLoadError(f"{file} is not UTF-8; save it as UTF-8") from None
+
+    config_source.ConfigSource._get_header_dict = staticmethod(  # type: ignore[method-assign]
+        lambda text: read_header(text.removeprefix("\ufeff"))
+    )
+    file_config_source.FileConfigSource.load_config = load_utf8  # type: ignore[method-assign]
+
+
+_read_byte_order_marks()
 
 
 class MakeRunDir(Callback):

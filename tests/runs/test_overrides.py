@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from small_runs import one_line, table
+from small_runs import composed, one_line, table
 
 from minigpt import train
 from minigpt.runs.overrides import complete_overrides
@@ -211,6 +211,24 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
     assert str(tmp_path) in sys.path
     swept = call("train.py", *line, "-m", "seed=1,2", "hydra.sweep.dir=sweep", "log_every=1")
     assert (swept.returncode, len(table(tmp_path / "sweep/runs.csv"))) == (0, 2)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_byte_order_mark_hides_no_package_line(newline, call, text, tmp_path):
+    files = {
+        "experiment/mine": "# @package _global_\nseed: 7\noptimizer:\n  lr: 0.5\n",
+        "data/mine": f"# @package data\ndefaults: [text, _self_]\npath: {text}\n",
+    }
+    for name, content in files.items():
+        file = tmp_path / f"conf/{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(content, encoding="utf-8-sig", newline=newline)
+    chosen = ["experiment=mine", "data=mine"]
+    shown = call("train.py", "--config-dir", "conf", *chosen, "--cfg", "job", small=False).stdout
+    for cfg in (OmegaConf.create(shown), composed(f"hydra.searchpath=[file://{tmp_path}/conf]", *chosen)):
+        assert (cfg.seed, cfg.optimizer.lr, cfg.data.path, cfg.data.split) == (7, 0.5, str(text), "fraction")
+    prepared = call("prepare.py", "--config-dir", "conf", "data=mine")
+    assert (prepared.returncode, "fox.txt" in prepared.stdout) == (0, True)
 
 
 WRONG = {
