@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.distributed import DistError
 
@@ -122,6 +123,8 @@ def fit(
     exit_code = 0
     try:
         for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):  # hide what a killed run logged after the checkpoint
+                logger._kwargs["purge_step"] = step + 1
             logger.log_hyperparams(settings)
         with end_with_rank_zero():
             trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from ranks import train_on_ranks
-from small_runs import composed, rows, small_run
+from small_runs import composed, rows, small_run, table
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from minigpt import load_checkpoint
@@ -97,6 +97,22 @@ def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, dama
     assert train(*OFTEN, "resume=auto", folder=folder).summary["status"] == "completed"
     check_same_end(whole, folder)
     assert ("1 of its rows are dropped" in capsys.readouterr().err) == bool(damaged)
+
+
+def test_after_a_kill_tensorboard_shows_each_step_once(train, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    same = ["logger=tensorboard", "callbacks.checkpoint.save_top_k=2", "max_steps=4", "eval_every=2", "log_every=1"]
+    whole = train(*same).folder
+    for name in ("late", "early"):
+        killed = broken_off(whole, 2, tmp_path / name)
+        if name == "early":  # before its first checkpoint
+            (killed / LAST).unlink()
+        train(*same, "resume=auto", folder=killed)
+        logged = events.EventAccumulator(str(killed / "tensorboard")).Reload()
+        for metric in ("train_loss", "val_loss"):
+            expected = [(int(row["step"]), float(row[metric])) for row in table(killed / "metrics.csv") if row[metric]]
+            found = [(point.step, point.value) for point in logged.Scalars(metric)]
+            assert found == [(step, pytest.approx(value)) for step, value in expected]
 
 
 def test_a_file_of_the_user_beside_the_checkpoints_is_no_checkpoint(train, trained, tmp_path):
