@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -70,13 +71,18 @@ class RunConfig:
         Args:
             in_job: of Hydra; outside of one, callbacks and loggers, which may name its folder, are left out.
         """
+        names = [field.name for field in fields(cls) if field.name != "settings"]
+        for group, required in {"": names, **_REQUIRED}.items():
+            node = OmegaConf.select(cfg, group) or {}
+            if missing := [name for name in required if name not in node.keys()]:  # noqa: SIM118  # resolves none
+                key = f"{group}.{missing[0]}".lstrip(".")
+                raise UserError(f"{key} is missing, which a run needs; add ++{key}=…")
         check_run(cfg)
         if not in_job:
             cfg = pickle.loads(pickle.dumps(cfg))  # 1 ms; cfg.copy() takes 4
             cfg.update(callbacks={}, logger={})
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
-        named = {field.name: settings[field.name] for field in fields(cls) if field.name != "settings"}
-        return cls(**named, settings=settings)
+        return cls(**{name: settings[name] for name in names}, settings=settings)
 
     @property
     def batch_size(self) -> int:
@@ -123,9 +129,10 @@ def check_run(cfg: DictConfig) -> None:
     settings = use_integers(cfg)
     for key, rule in _RULE_OF.items():
         if (value := settings[key]) is not ...:
-            require(key, value, *rule, _advice(value))
-    for key, value in cfg.get("model", {}).items():
-        require(f"model.{key}", value, lambda value: not _advice(value), "a number or a name", _advice(value))
+            require(key, value, *rule, _advice(cfg, key, value))
+    for name, value in cfg.get("model", {}).items():
+        advice = _advice(cfg, f"model.{name}", value)
+        require(f"model.{name}", value, lambda _, advice=advice: not advice, "a number or a name", advice)
     if cfg.get("pause_at") is not None:
         require(
             "pause_at",
@@ -198,10 +205,14 @@ def flat(config: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _advice(value: Any) -> str:
+def _advice(cfg: DictConfig, key: str, value: Any) -> str:
     """Return the advice for a number that is a text, as a value of the environment is."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value, flags=re.IGNORECASE)
-    return "it is a text; a number of the environment is ${oc.decode:${oc.env:NAME}}" if is_number else ""
+    if not isinstance(value, str) or not re.fullmatch(r"[-+.\de]+|true|false", value, flags=re.IGNORECASE):
+        return ""
+    group, _, name = key.rpartition(".")
+    node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
+    number = value if node[name] == value else f'"${{oc.decode:{node[name]}}}"'  # which Hydra cannot parse unquoted
+    return f"it is a text; write {shlex.quote(f'{key}={number}')} in a shell, or {name}: {number} in a file"
 
 
 def _are_local(value: Any) -> bool:
@@ -214,6 +225,18 @@ def _are_betas(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(map(checks.FRACTION[0], value))
 
 
+# Settings that a group cannot be without, as one would be after ~data.split or in a file of one's own.
+_REQUIRED = {
+    "data": (
+        *("source", "path", "val_path", "field", "separator", "split", "val_fraction", "train_bin", "val_bin"),
+        *("folder", "threads", "batch_size", "eval_batch_size", "overfit_batches"),
+    ),
+    "tokenizer": ("name",),
+    "model": ("vocab_size",),
+    "optimizer": ("_target_",),
+    "schedule": ("_target_",),
+    "trainer": ("accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"),
+}
 _MODELS = "a run folder, a checkpoint, or a folder or id of Hugging Face"
 # The settings that each rule is for. Not every optimizer, schedule and strategy has all of them.
 _RULES: dict[checks.Rule, tuple[str, ...]] = {

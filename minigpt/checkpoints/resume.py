@@ -90,6 +90,8 @@ def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None,
         return file, content
     if errors:
         raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {errors[0]}")
+    if (folder / "metrics.csv").exists():  # of a run with callbacks=none, or that ended early
+        warn(f"{folder} holds no checkpoint to resume from; the run starts at step 0")
     return None, {}
 
 

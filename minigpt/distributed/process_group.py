@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ START = timedelta(minutes=2)  # that ranks wait for each other to start
 PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
 RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun starts ranks again that fail
 LOST_RANK = "a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
+_OWN_ERROR = "minigpt/error"  # key in the store of the process group
 
 
 def started_together() -> tuple[int, int] | None:
@@ -80,8 +81,25 @@ def gather_objects(mine: Any) -> list[Any]:
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
-        raise RunError(f"{error}; {LOST_RANK}") from error
+        raise first_error(error) from error
     return objects
+
+
+def first_error(error: Exception) -> Exception:
+    """Return the error that a run on ranks reports: on rank 0, if it lost another rank, the own error of that rank.
+
+    A rank that fails by itself leaves its error in the store of the process group before its connections close.
+    """
+    if not (group := _group()):
+        return error
+    lost = isinstance(error, group.DistError) or "gloo" in str(error)
+    store = group.distributed_c10d._get_default_store()
+    with suppress(group.DistError):  # the process that holds the store may have ended
+        if not lost:
+            store.set(_OWN_ERROR, f"rank {group.get_rank()} on host {platform.node()}: {error_text(error)}")
+        elif group.get_rank() == 0 and store.check([_OWN_ERROR]):
+            return RunError(store.get(_OWN_ERROR).decode())
+    return RunError(f"{error}; {LOST_RANK}") if lost else error
 
 
 @contextmanager

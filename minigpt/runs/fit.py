@@ -20,7 +20,6 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
-from torch.distributed import DistError
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
@@ -30,7 +29,7 @@ from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.process_group import LOST_RANK, gather_objects, shared_errors, started_together
+from minigpt.distributed.process_group import first_error, gather_objects, shared_errors, started_together
 from minigpt.language_model import LanguageModel
 from minigpt.model import GPT
 from minigpt.run_config import RunConfig
@@ -140,8 +139,8 @@ def fit(
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        if trainer.world_size > 1 and (isinstance(error, DistError) or type(error) is RuntimeError):  # of NCCL, of gloo
-            error = RunError(f"{error}; {LOST_RANK}")
+        if not isinstance(error, RunError):
+            error = first_error(error)
         outcome |= {"status": "failed", "reason": error_text(error)}
         exit_code = explain(error)[1]
         raise error

@@ -20,6 +20,8 @@ _TEXTS = (
     *("data.separator", "callbacks.samples.prompt", "callbacks.attention.text"),
     *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity", "id")),
 )
+# What an override such as ~logger or logger=null stands for; the other groups always have a choice.
+_WITHOUT = {"callbacks": "callbacks=none", "logger": "logger=none", "experiment": "~experiment", "debug": "~debug"}
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 
 
@@ -31,9 +33,8 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it moves when a new run
     starts.
     """
-    _check(overrides)
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
-    complete = [literal(override, sweeps) for override in overrides]
+    complete = [_checked(literal(override, sweeps)) for override in overrides]
     given = {key: value for key, _, value in (override.partition("=") for override in complete) if value[:1] != "{"}
     if is_set(given, "minutes"):
         for key in ("experiment", "init_from"):
@@ -72,21 +73,30 @@ def _finetuning(given: Mapping[str, str], *, has_warmup: bool) -> list[str]:
     return [override for override in possible if is_huggingface or override != low_rate]
 
 
-def _check(overrides: Sequence[str]) -> None:
-    """Raise UserError for what Hydra would refuse in many lines, or accept without an effect."""
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
-        if flag and (equals or "_" in key):
-            written = f"{written_as(flag[2])}={value or '…'}"
-            raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
-        if value == "null" and key not in ("experiment", "debug") and (group := ROOT / "configs" / key).is_dir():
-            choices = sorted(file.stem for file in group.glob("*.yaml"))
-            raise UserError(f"{override} is not a choice; write {key}= with one of {', '.join(choices)}")
+def _checked(override: str) -> str:
+    """Return an override that leaves a group without a choice as Hydra takes it, and any other as it is.
+
+    Raises:
+        UserError: Hydra would refuse it in many lines, or accept it without an effect, or the group needs a choice.
+    """
+    key, equals, value = override.partition("=")
+    flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
+    if flag and (equals or "_" in key):
+        written = f"{written_as(flag[2])}={value or '…'}"
+        raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
+    group = key.removeprefix("~")
+    if not group or (key == group and value.lower() not in ("null", "[]", "{}")):
+        return override
+    choices = sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
+    if choices and group not in _WITHOUT:
+        raise UserError(f"{override} leaves a run without {group}; write {group}= with one of {', '.join(choices)}")
+    return _WITHOUT.get(group, override)
 
 
 def literal(override: str, sweeps: bool) -> str:
     """Quote the value of a setting that takes a path or a text, where it needs it; expand `~` in paths.
+
+    None, as Python and the agent of Weights & Biases write it, is null, but in a prompt.
 
     Args:
         sweeps: whether commas separate paths over which to sweep, unless there is a file of the whole name.
@@ -96,6 +106,8 @@ def literal(override: str, sweeps: bool) -> str:
 
     key, _, value = override.partition("=")
     name = key.lstrip("+")
+    if value == "None" and name != "callbacks.samples.prompt":
+        return f"{key}=null"
     if name in _PATHS and value[:1] == "[":  # a list
         override = re.sub(r"([\[,]\s*)~/", rf"\1{Path.home()}/", override)
     if name not in (*_PATHS, *_FOLDERS, *_TEXTS) or value.lower() in ("", "null"):

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -97,10 +98,14 @@ def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any
     """Bind the values of a config group to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
     values = dict(node)
     target = values.pop("_target_")
+    known = {"max_steps": 1} if name == "schedule" else {}  # which the caller passes, after a model or a step
     try:
-        return partial(resolve_name(target), **values)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{name}._target_={target}: {error}; {IMPORTED_FROM}") from error
+        function = resolve_name(target)
+        signature(function).bind(None, **known, **values)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        advice = f"set its arguments as {name}.NAME=…" if isinstance(error, TypeError) else IMPORTED_FROM
+        raise UserError(f"{name}._target_={target}: {error}; {advice}") from error
+    return partial(function, **values)
 
 
 class TokenDataModule(L.LightningDataModule):

@@ -1,6 +1,7 @@
 """Errors of Hydra in one line: a mistyped or misplaced setting, an unknown choice, an override that it cannot parse."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,13 @@ def explain_hydra(error: BaseException) -> str:
     cause, text = error.__cause__, str(error)
     if (override := getattr(error, "override", None)) is not None:
         key, equals, value = override.partition("=")
-        written = "key=value" if not equals or re.search(r"['\"$`\\!]", value) else f"\"{key}='{value}'\""
+        without_commas = re.sub(r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value)
+        if without_commas != value:
+            written = shlex.quote(f"{key}={without_commas}")
+            return f"cannot parse the override {override}, where a value is missing beside a comma; write {written}"
+        in_single = re.search(r"[$`!]", value)  # which a shell replaces in double quotes
+        quoted = shlex.quote(f'{key}="{value}"') if in_single else f"\"{key}='{value}'\""
+        written = "key=value" if not equals or re.search(r"['\"\\]", value) else quoted
         return f"cannot parse the override {override}; in a shell, write {written}"
     if isinstance(error, RecursionError):
         return "a defaults list names its own file; give a file that extends a built-in one another name"
@@ -31,6 +38,8 @@ def explain_hydra(error: BaseException) -> str:
         group, choice = missing.groups()
         meant = did_you_mean(choice, options)
         return f"{group}={choice} does not exist{meant}; {group}= takes {', '.join(options)}"
+    if null := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
+        return f"~{null[1]} has no effect, because {null[1]} is null or does not exist; leave it out"
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name, settings = unknown[1], _settings()
         group = name.partition(".")[0]
