@@ -1,5 +1,7 @@
 """DDP and FSDP2 on CPU processes, compared with one process."""
 
+import platform
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ from small_runs import column
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
+from minigpt.distributed.process_group import LOST_RANK
+from minigpt.runs.run_dir import read_summary
 
 # The last batch of the 125 windows of the validation split has one, so that a rank has none.
 SETTINGS = ["log_every=1", "data.eval_batch_size=62"]
@@ -39,6 +43,32 @@ def test_two_ranks_train_as_one(name, small, trained, tmp_path):
     found = read(two / LAST)["state_dict"]
     for key, expected in read(one / LAST)["state_dict"].items():
         assert (found[key] - expected).norm() <= 30 * tolerance * expected.norm(), key
+
+
+FAILS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "+callbacks.fail._target_=ranks.Fail"]
+OWN = f"rank 1 on host {platform.node()}: RuntimeError: a bad batch (MINIGPT_TRACEBACK=1 shows where)"
+
+
+def test_the_own_error_of_a_rank_is_the_reason(small, tmp_path):
+    run = [*small, *FAILS, "+callbacks.fail.killed=false", f"hydra.run.dir={tmp_path}/run"]
+    train_on_ranks([run], codes=[1, 1])
+    summary = read_summary(tmp_path / "run")
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("failed", OWN, 3)
+
+
+@pytest.mark.slow
+def test_the_reason_names_a_lost_rank_that_was_killed(small, tmp_path):
+    run = [*small, *FAILS, "+callbacks.fail.killed=true", f"hydra.run.dir={tmp_path}/run"]
+    train_on_ranks([run], codes=[1, 128 + signal.SIGKILL])
+    assert read_summary(tmp_path / "run")["reason"].endswith(f"; {LOST_RANK}")
+
+
+@pytest.mark.slow
+def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    ended = launch("train.py", *FAILS, "+callbacks.fail.killed=false", f"hydra.run.dir={tmp_path}/run", cold_start=True)
+    assert (ended.returncode, f"error: {OWN}" in ended.stderr.splitlines()) == (1, True)
+    assert read_summary(tmp_path / "run")["reason"] == OWN
 
 
 def losses(folder: Path) -> list[float]:
