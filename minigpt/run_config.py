@@ -159,7 +159,7 @@ def check_run(cfg: DictConfig) -> None:
     elif tokenizer == "pretrained" or (model is not None and "n_layer" not in model):
         raise UserError("model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it")
     elif model is not None:
-        vocab_size = model["vocab_size"]  # null until the text is read
+        vocab_size = model.get("vocab_size")  # null until the text is read
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
@@ -232,7 +232,6 @@ _REQUIRED = {
         *("folder", "threads", "batch_size", "eval_batch_size", "overfit_batches"),
     ),
     "tokenizer": ("name",),
-    "model": ("vocab_size",),
     "optimizer": ("_target_",),
     "schedule": ("_target_",),
     "trainer": ("accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"),

@@ -54,12 +54,12 @@ def prepare(cfg: DictConfig) -> None:
 
 @cli_entrypoint
 def start() -> None:
-    """Run Hydra with the command line."""
+    """Run Hydra with the command line as it takes it."""
+    replace_dead_output(ends_script=False)
     sys.argv[1:] = complete_overrides(sys.argv[1:], groups=["tokenizer"])
     path = search_path(["--config-name", "prepare", *sys.argv[1:]])
     hydra.main(version_base="1.3", config_path=path, config_name="prepare")(main)()
 
 
 if __name__ == "__main__":
-    replace_dead_output(ends_script=False)
     start()

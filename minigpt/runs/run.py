@@ -150,7 +150,7 @@ def load_parts(
 
     if run.init_from is None:
         corpus = corpus or load(run.tokenizer)
-        n, given = corpus.tokenizer.vocab_size, run.model["vocab_size"]
+        n, given = corpus.tokenizer.vocab_size, run.model.get("vocab_size")
         expected = f"at least the tokenizer's {n}"
         require("model.vocab_size", given, lambda size: size is None or size >= n, expected, "use null")
         config, pretrained = GPTConfig(**{**run.model, "vocab_size": given or n}), None

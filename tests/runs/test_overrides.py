@@ -4,13 +4,14 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from small_runs import composed, one_line, table
+from small_runs import composed, one_line, rows, table
 
 from minigpt import train
 from minigpt.runs.overrides import complete_overrides
@@ -75,6 +76,56 @@ def test_a_text_is_taken_literally():
     for key in ("callbacks.samples.prompt", "callbacks.attention.text", "logger.wandb.name", "+logger.wandb.notes"):
         for text in TEXTS[:4] + TEXTS[5:]:
             assert parsed(f"{key}={text}") == text
+
+
+def test_none_of_python_is_null_but_in_a_prompt():
+    for key in ("eval_batches", "model.n_kv_head", "data.path", "init_from", "resume", "+logger.wandb.name"):
+        assert parsed(f"{key}=None") is None
+        assert parsed(f"{key}='None'") == "None"
+    assert parsed("callbacks.samples.prompt=None") == "None"
+
+
+def test_what_the_agent_of_wandb_writes_is_taken(train, trained):
+    nulls = [f"{key}=None" for key in ("eval_batches", "ema_decay", "model.n_kv_head", "trainer.gradient_clip_val")]
+    integers = ["data.eval_batch_size=2.0", "max_steps=20.0", "model.n_head=2.0", "seed=3.0", "trainer.devices=1.0"]
+    run = train(*nulls, *integers, "compile=False", "model.bias=True", "logger=None", "experiment=None", "resume=None")
+    typed = ["data.eval_batch_size=2", "seed=3", "model.bias=true", "trainer.gradient_clip_val=null"]
+    assert rows(run.folder) == rows(trained(*typed))
+    config = OmegaConf.load(run.folder / ".hydra/config.yaml")
+    assert repr([config.max_steps, config.model.n_head, config.eval_batches]) == "[20, 2, None]"
+
+
+@pytest.mark.parametrize("group", ["callbacks", "logger", "experiment", "debug"])
+def test_a_group_without_a_choice_is_none(group):
+    for override in (f"~{group}", f"{group}=null", f"{group}=None", f"{group}=[]", f"{group}={{}}"):
+        none = f"~{group}" if group in ("experiment", "debug") else f"{group}=none"
+        assert complete_overrides([override, "seed=1"]) == [none, "seed=1"]
+    config = composed(none)
+    assert [*config.callbacks.values()] == [None] * 3 if group == "callbacks" else config == composed()
+
+
+def test_a_run_without_callbacks_ends_and_a_resume_says_that_its_checkpoint_is_missing(train, trained, capsys):
+    run = train("~callbacks", "log_every=1")
+    assert {path.name for path in run.folder.iterdir()} <= {".hydra", ".lock", "metrics.csv", "log.txt", "summary.json"}
+    assert (run.summary["status"], run.summary["checkpoint"]) == ("completed", None)
+    assert rows(run.folder) == rows(trained("log_every=1"))
+    assert f"validation loss  {run.loss:.4f} at step 20" in capsys.readouterr().out
+    train("~callbacks", "log_every=1", "resume=auto", "max_steps=1")
+    missing = f"warning: {run.folder} holds no checkpoint to resume from; the run starts at step 0"
+    assert missing in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+@pytest.mark.parametrize("given", ["oc.env:RATE", "oc.env:RATE,0.1"])
+def test_the_advice_for_a_number_of_the_environment_can_be_pasted(given, call, tmp_path, monkeypatch):
+    monkeypatch.setenv("RATE", "0.25")
+    line = one_line(call("train.py", f"optimizer.lr=${{{given}}}"))
+    in_shell, in_file = re.search("it is a text; write (.+) in a shell, or lr: (.+) in a file", line).groups()
+    words = subprocess.run(["bash", "-c", f"printf '%s' {in_shell}"], capture_output=True, text=True, check=True)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\noptimizer:\n  lr: {in_file}\n")
+    for overrides in ([words.stdout], [f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]):
+        assert composed(*complete_overrides(overrides)).optimizer.lr == 0.25
 
 
 def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):

@@ -181,6 +181,13 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
 
 
+def test_a_sweep_over_groups_takes_none(plan, tmp_path):
+    without, with_ = plan("callbacks=null,default").engine.configs
+    assert ([*without.callbacks.values()], with_.callbacks.checkpoint.save_top_k) == ([None] * 3, 1)
+    without, with_ = plan("debug=None,fast", folder=tmp_path / "debug").engine.configs
+    assert (without.max_steps, with_.max_steps) == (1000, 5)
+
+
 def test_a_large_grid_announces_how_many_points_are_checked_also_when_it_resumes(plan, capsys, tmp_path):
     def announced():
         return [line for line in capsys.readouterr().err.splitlines() if "to check" in line]
