@@ -72,7 +72,7 @@ def _read_byte_order_marks() -> None:
             file = os.path.join(self.path, self._normalize_file_name(config_path))
             raise config_source.ConfigLoadError(f"{file} is not UTF-8; save it as UTF-8") from None
 
-    config_source.ConfigSource._get_header_dict = staticmethod(  # type: ignore[method-assign]
+    config_source.ConfigSource._get_header_dict = staticmethod(  # type: ignore[assignment,method-assign]
         lambda text: read_header(text.removeprefix("\ufeff"))
     )
     file_config_source.FileConfigSource.load_config = load_utf8  # type: ignore[method-assign]

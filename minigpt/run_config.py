@@ -131,8 +131,8 @@ def check_run(cfg: DictConfig) -> None:
         if (value := settings[key]) is not ...:
             require(key, value, *rule, _advice(cfg, key, value))
     for name, value in cfg.get("model", {}).items():
-        advice = _advice(cfg, f"model.{name}", value)
-        require(f"model.{name}", value, lambda _, advice=advice: not advice, "a number or a name", advice)
+        if advice := _advice(cfg, f"model.{name}", value):
+            raise UserError(f"model.{name} must be a number or a name, got {value}; {advice}")
     if cfg.get("pause_at") is not None:
         require(
             "pause_at",

@@ -103,8 +103,7 @@ def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any
         function = resolve_name(target)
         signature(function).bind(None, **known, **values)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        advice = f"set its arguments as {name}.NAME=…" if isinstance(error, TypeError) else IMPORTED_FROM
-        raise UserError(f"{name}._target_={target}: {error}; {advice}") from error
+        raise UserError(f"{name}._target_={target}: {error}; {IMPORTED_FROM}, arguments from {name}.…") from error
     return partial(function, **values)
 
 

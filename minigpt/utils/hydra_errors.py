@@ -23,12 +23,11 @@ def explain_hydra(error: BaseException) -> str:
     cause, text = error.__cause__, str(error)
     if (override := getattr(error, "override", None)) is not None:
         key, equals, value = override.partition("=")
-        without_commas = re.sub(r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value)
-        if without_commas != value:
-            written = shlex.quote(f"{key}={without_commas}")
-            return f"cannot parse the override {override}, where a value is missing beside a comma; write {written}"
-        in_single = re.search(r"[$`!]", value)  # which a shell replaces in double quotes
-        quoted = shlex.quote(f'{key}="{value}"') if in_single else f"\"{key}='{value}'\""
+        full = re.sub(r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value)  # without commas beside which is no value
+        if full != value:
+            return f"{override} has a comma without a value beside it; write {shlex.quote(f'{key}={full}')}"
+        # In single quotes a shell replaces nothing, and in double quotes it passes on those of Hydra.
+        quoted = shlex.quote(f'{key}="{value}"') if re.search(r"[$`!]", value) else f"\"{key}='{value}'\""
         written = "key=value" if not equals or re.search(r"['\"\\]", value) else quoted
         return f"cannot parse the override {override}; in a shell, write {written}"
     if isinstance(error, RecursionError):
@@ -38,8 +37,6 @@ def explain_hydra(error: BaseException) -> str:
         group, choice = missing.groups()
         meant = did_you_mean(choice, options)
         return f"{group}={choice} does not exist{meant}; {group}= takes {', '.join(options)}"
-    if null := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
-        return f"~{null[1]} has no effect, because {null[1]} is null or does not exist; leave it out"
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name, settings = unknown[1], _settings()
         group = name.partition(".")[0]
