@@ -93,7 +93,6 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         try:
             with shared_errors():
                 check_hydra(HydraConfig.get())
-                use_outside_values(cfg)
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 corpus = None
                 if cfg.minutes is not None:
@@ -103,6 +102,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
                         plan_run = from_extras("plan_run")
                     cfg = plan_run(cfg, folder, corpus, task, started)
                 run = RunConfig.from_hydra(cfg)
+                use_outside_values(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():
                 from minigpt.cpu_threads import cpu_threads

@@ -39,8 +39,6 @@ def compose(
         own = hydra_settings(config)
         if changed := [key for key in {**hydra, **own} if own.get(key) != hydra.get(key)]:
             raise UserError(f"{changed[0]} must be the same at all points of a sweep; set it on the command line")
-        with open_dict(config):
-            del config["hydra"]
         return pickle.dumps(config)
 
     # Several values in one setting are refused by Hydra.
@@ -48,5 +46,7 @@ def compose(
     values = [] if several else Overrides(groups, parsed).config_overrides
     config: DictConfig = pickle.loads(once(by_hydra, *(each.input_line for each in parsed if each not in values)))
     loader._apply_overrides_to_config(values, config)
+    with open_dict(config):
+        del config["hydra"]
     OmegaConf.copy_cache(master, config)
     return config

@@ -1,10 +1,11 @@
 """The overrides and settings that identify a run among others: by name, and without those that change no result."""
 
+import pickle
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from minigpt.run_config import flat
+from minigpt.run_config import flat, use_outside_values
 
 _RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
@@ -40,10 +41,16 @@ def is_relevant(override: str) -> bool:
 
 
 def relevant_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a configuration, not resolved, that change what a run computes, by dotted key."""
+    """Return the settings of a configuration that change what a run computes, by dotted key.
+
+    Of references, only those to values from outside the configuration are resolved.
+    """
     from omegaconf import OmegaConf
 
-    config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
+    if OmegaConf.is_config(config):
+        config = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
+        use_outside_values(config)
+        config = OmegaConf.to_container(config)
     return {key: value for key, value in flat(config) if is_relevant(f"{key}={value}")}
 
 

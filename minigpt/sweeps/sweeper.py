@@ -185,7 +185,6 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
         config = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
-        use_outside_values(config)
         use_integers(config)
         return config
 
@@ -243,7 +242,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
         # Only launchers of minigpt use these.
-        self.engine.points, self.engine.on_end, self.engine.configure = pending, on_end, self._job_config
+        self.engine.points = pending
+        self.engine.on_end = on_end
+        self.engine.configure = self.in_job(self._job_config)
         try:
             self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
@@ -269,6 +270,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
         """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
         config = self.compose(point.overrides)
+        use_outside_values(config)
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
         config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
         added = list(overrides[len(self._overrides(point.overrides)) :])

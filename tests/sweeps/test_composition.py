@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from small_runs import CONFIGS
 
 from minigpt.sweeps.composition import compose
+from minigpt.sweeps.settings import hydra_settings
 
 MINE = """# @package _global_
 defaults: [{override /model: baby}]
@@ -33,13 +34,11 @@ LINES = [
     "data.path=null seed=??? max_steps=1_000 ema_decay=.5 compile=yes",
     "experiment=[mine,sprint_cpu] mine.number=3 schedule.extra=[]",
     "experiment=mine +logger@second=wandb second.wandb.project=x mine.null_too=1",
-    "+sweep=heads_by_width trainer=cpu +trainer.benchmark=true callbacks=early_stopping",
+    "trainer=cpu +trainer.benchmark=true callbacks=early_stopping",
     "experiment=of_hydra ~choices hydra={job:{num:3}}",
     "hydra.job.name=other seed=1",
 ]
 INVALID = [
-    "experiment=of_hydra ~choices +name_of_job=1",
-    "+mine=${hydra.job.name} +mine=1",
     "+callbacks=attention",
     "model.n_heads=3",
     "model=nanoo seed=1",
@@ -81,7 +80,7 @@ def composers(tmp_path_factory):
                 del config["hydra"]
             return config
 
-        yield expected, lambda line: compose(hydra.config_loader, master, line, once), master
+        yield expected, lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once), master
 
 
 def described(node):
