@@ -200,12 +200,28 @@ def odd_files(tmp_path):
     (tmp_path / "packed.txt").write_bytes(bz2.compress(b"a fox " * 100))
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_PROCID"])
 def test_a_number_of_a_rank_in_the_environment_that_is_none_is_one_line(name, call, monkeypatch):
+    for other in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(other, "0")
+    for other, value in (("WORLD_SIZE", "1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(other, value)
     for value in ("", "two"):
         monkeypatch.setenv(name, value)
         expected = f"error: {name} must be an integer ≥ 0, got {value}; unset this environment variable"
         assert one_line(call("train.py")) == expected
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train.py max_steps=0", "prepare.py data=x", "sample.py x --top-k 0", "sweep_report.py x", "serve.py --port -1"],
+)
+def test_errors_are_printed_whatever_the_environment_has_of_ranks(command, call, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(name, "1")
+    script, *arguments = command.split()
+    result = call(script, *arguments)
+    assert (result.returncode, result.stderr.count("error: ")) == (2, 1)
 
 
 @pytest.mark.parametrize("command", REFUSED)

@@ -3,18 +3,27 @@
 import errno
 import inspect
 import itertools
+import os
+import pkgutil
 import re
 import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
+import hydra
 import matplotlib.image
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from processes import close_output
 from small_runs import column, composed, rows
 from torch import nn
@@ -33,6 +42,8 @@ from minigpt.runs.lightning_workarounds import unscale_before_clipping
 from minigpt.runs.run_dir import read_summary
 from minigpt.runs.trainer import build_trainer, partial_from_config
 from minigpt.utils.errors import UserError
+from minigpt.utils.signals import END_SIGNALS
+from minigpt.utils.terminal import TORCHRUN
 
 
 def test_a_run_folder_holds_everything_about_its_run(finished):
@@ -166,6 +177,112 @@ def test_the_debug_preset_that_profiles_writes_a_table_and_a_trace_of_the_traini
     assert "validation_step" not in table
     (trace,) = run.folder.glob("fit-profile*.pt.trace.json")
     assert trace.stat().st_size > 10_000
+
+
+LEFT_BEHIND = {
+    "Kubeflow": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.invalid", "MASTER_PORT": "1"},
+    "Lightning": {"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2"},
+    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "RANK": "two"},
+    "sbatch": {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "a", "SLURM_PROCID": "0"},
+    "salloc": {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "interactive"},
+    "a step of one task": {
+        **{"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NAME": "a"},
+        **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a"},
+    },
+}
+
+
+@pytest.mark.parametrize("program", LEFT_BEHIND)
+def test_a_process_that_is_no_rank_trains_alone_whatever_its_environment_has_of_ranks(
+    program, train, trained, monkeypatch, capsys
+):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)  # as if Lightning had been imported with these variables
+    for name, value in LEFT_BEHIND[program].items():
+        monkeypatch.setenv(name, value)
+    before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    run = train("trainer.strategy=ddp")
+    warned = "SLURM_NTASKS" not in LEFT_BEHIND[program]
+    names = ", ".join(name for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK") if name in LEFT_BEHIND[program])
+    assert (f"warning: {names} ignored: without " in capsys.readouterr().err) == warned
+    assert rows(run.folder) == rows(trained("trainer.strategy=ddp"))
+    assert {name: os.environ.get(name) for name in before} == before
+    assert "MASTER_PORT" in before or "MASTER_PORT" not in os.environ
+    with pytest.raises(UserError, match="already holds a run"):
+        train()
+
+
+def test_training_leaves_hydra_of_the_program_as_it_was(train, trained, tmp_path, monkeypatch):
+    """As in a program of Hydra, or a notebook after `hydra.initialize`."""
+    monkeypatch.setattr(BaseContainer, "_resolvers", dict(BaseContainer._resolvers))
+    (tmp_path / "mine.yaml").write_text("a: ${now:x}")
+    hydra.initialize_config_dir(str(tmp_path), version_base=None)
+    OmegaConf.register_new_resolver("now", lambda pattern: "of the user", replace=True)
+    try:
+        cfg = hydra.compose("mine", return_hydra_config=True)
+        cfg.hydra.runtime.output_dir = "of the user"
+        HydraConfig.instance().set_config(cfg)
+        ours = GlobalHydra.instance().hydra, dict(BaseContainer._resolvers)
+        assert rows(train().folder) == rows(trained())
+        with pytest.raises(UserError):
+            train("max_steps=-1")
+        assert (GlobalHydra.instance().hydra, BaseContainer._resolvers) == ours
+        assert HydraConfig.get().runtime.output_dir == "of the user"
+        assert hydra.compose("mine").a == "of the user"
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+    train(folder=tmp_path / "without")
+    assert not HydraConfig.initialized()
+
+
+class Wait(Callback):
+    """Wait until another run has begun, or for a second."""
+
+    trains = 0
+    most = 0
+
+    def on_train_start(self, trainer, pl_module):
+        Wait.trains += 1
+        Wait.most = max(Wait.most, Wait.trains)
+        time.sleep(0.3)
+
+    def on_train_end(self, trainer, pl_module):
+        Wait.trains -= 1
+
+
+def test_runs_of_two_threads_train_one_after_the_other(train, trained, tmp_path):
+    def run(seed):
+        return train(f"seed={seed}", "+callbacks.wait._target_=test_training.Wait", folder=tmp_path / f"{seed}")
+
+    with ThreadPoolExecutor(2) as threads:
+        runs = [*threads.map(run, (1337, 7))]
+    assert Wait.most == 1
+    for found, seed in zip(runs, (1337, 7), strict=True):
+        assert rows(found.folder) == rows(trained(f"seed={seed}"))
+
+
+class Fail(Callback):
+    def __init__(self, error):
+        self.error = pkgutil.resolve_name(error)
+
+    def setup(self, *args, **kwargs):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [None, "builtins:KeyboardInterrupt", "builtins:ZeroDivisionError"])
+def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, error):
+    def mine(*_):
+        raise KeyboardInterrupt
+
+    given = {signum: signal.signal(signum, mine) for signum in END_SIGNALS}
+    fails = ["+callbacks.fail._target_=test_training.Fail", f"+callbacks.fail.error={error}"]
+    try:
+        with nullcontext() if error is None else pytest.raises(BaseException):
+            train("max_steps=2", *(fails if error else ()))
+        assert {signal.getsignal(signum) for signum in END_SIGNALS} == {mine}
+    finally:
+        for handler in given.items():
+            signal.signal(*handler)
 
 
 @pytest.mark.slow

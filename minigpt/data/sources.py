@@ -18,7 +18,7 @@ from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_READERS, STDIN, TextCh
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
-from minigpt.utils.terminal import env_number, warn
+from minigpt.utils.terminal import env_number, rank_variables, warn
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ def spool(path: str, setting: str, folder: Path) -> str:
     if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
         return path
     read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
-    # Set by torchrun, Lightning or srun; the script of a batch job is a single process.
-    if env_number("WORLD_SIZE", env_number("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if any(env_number(name, 1) > 1 for name in rank_variables()[1:2]):
         raise UserError(f"{read} cannot be read by several processes; save the text and set {setting} to its file")
     with ExitStack() as stack:
         stream = sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))

@@ -6,6 +6,7 @@ Hosts share a disk. All ranks use the command line of rank 0, and an error of on
 import atexit
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,59 +15,96 @@ from typing import Any
 
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import SRUN, TORCHRUN, rank_variables, warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
 PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
 RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun starts ranks again that fail
+# Lightning acts on each of them, some of them when it is imported.
+_OF_RANKS = (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "JSM_NAMESPACE_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 LOST_RANK = "a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
 _OWN_ERROR = "minigpt/error"  # key in the store of the process group
 
 
 def started_together() -> tuple[int, int] | None:
-    """Return (nodes, processes per node) that torchrun or srun started; None for a single process."""
-    env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:
-        size = int(env["WORLD_SIZE"])
-        nodes = size // int(env["LOCAL_WORLD_SIZE"])
-    else:  # srun sets these for the processes of a step; in the batch script itself they are missing
-        size, nodes = int(env.get("SLURM_STEP_NUM_TASKS", 1)), int(env.get("SLURM_STEP_NUM_NODES", 1))
-    return (nodes, size // nodes) if size > 1 else None
+    """Return (nodes, processes per node) that torchrun or srun started; None for a process alone."""
+    if rank_variables() != TORCHRUN:
+        return None
+    size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return (size // per_node, per_node) if size > 1 else None
 
 
 def join_ranks() -> None:
     """Initialize the process group of the ranks that torchrun or srun started; Lightning uses it too.
 
+    In a process alone, variables that some other program has set for ranks are removed.
+
     Raises:
-        UserError: an environment variable by which ranks are numbered is no integer.
+        UserError: an environment variable by which ranks are numbered is no integer, or their port is taken.
     """
-    for name in (  # which Lightning reads as integers, some of them when it is imported
-        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", "JSM_NAMESPACE_RANK", "SLURM_LOCALID"),
-        *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
-    ):
-        require(name, os.environ.get(name, "0"), str.isdecimal, "an integer ≥ 0", "unset this environment variable")
+    env, names = os.environ, rank_variables()
+    left = [] if names else [name for name in _OF_RANKS if name in env]
+    if left not in ([], ["MASTER_PORT"]):  # of which the port alone is a choice for Lightning's ranks
+        missing = ", ".join(name for name in TORCHRUN if name not in env)
+        warn(f"{', '.join(left)} ignored: without {missing} this is a process alone; start ranks with torchrun or srun")
+        for name in left:
+            del env[name]
+    for name in (*names[:5], "MASTER_PORT", "SLURM_PROCID"):  # Lightning reads the last one too
+        require(name, env.get(name, "0"), str.isdecimal, "an integer ≥ 0", "unset this environment variable")
+    if names == SRUN:
+        _set_as_torchrun()
     set_timeout(PATIENCE)
     if not (started := started_together()) or _group():
         return
     import torch
     from torch import distributed
 
-    env, address = os.environ, dict[str, Any]()  # torchrun sets environment variables
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
-    if "TORCHELASTIC_RUN_ID" not in env:
-        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-        slurm = SLURMEnvironment(auto_requeue=False)
-        url = f"tcp://{slurm.main_address}:{slurm.main_port}"
-        address = {"init_method": url, "rank": slurm.global_rank(), "world_size": slurm.world_size()}
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        distributed.init_process_group(backend, timeout=START, **address)
+        distributed.init_process_group(backend, timeout=START)
     except distributed.DistError as error:
+        check_port(error)
         raise RunError(f"not all ranks started within {START}; see their logs ({error_text(error)})") from error
     atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
+
+
+def _set_as_torchrun() -> None:
+    """Set the variables of torchrun for a process that srun started."""
+    env = os.environ
+    rank, size, local_rank, node, nodes = map(env.__getitem__, SRUN[:5])
+    per_node = str(int(size) // int(nodes))
+    env |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": per_node}
+    env |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "srun"}
+    job, step = (int(env.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    env.setdefault("MASTER_PORT", str(15_000 + (job + 1000 * step) % 10_000))  # not that of another step
+    first = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[0]  # a7 of a[7-9],b
+    env.setdefault("MASTER_ADDR", first)
+
+
+def check_port(error: BaseException) -> None:
+    """Raise a UserError that names MASTER_PORT if rank 0 could not open it."""
+    if "EADDRINUSE" in str(error):
+        advice = "set this environment variable to another one, or unset it"
+        raise UserError(f"MASTER_PORT must be a free port, got {os.environ['MASTER_PORT']}; {advice}") from error
+
+
+@contextmanager
+def own_ranks() -> Iterator[None]:
+    """Restore the variables that a run and Lightning change, and leave the process group of Lightning's ranks."""
+    names = (*_OF_RANKS, "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    given = _group()
+    try:
+        yield
+    finally:
+        if (group := _group()) and not given and not started_together():
+            group.destroy_process_group()
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def gather_objects(mine: Any) -> list[Any]:

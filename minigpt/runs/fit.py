@@ -125,7 +125,7 @@ def fit(
             if isinstance(logger, TensorBoardLogger):  # hide what a killed run logged after the checkpoint
                 logger._kwargs["purge_step"] = step + 1
             logger.log_hyperparams(settings)
-        with end_with_rank_zero():
+        with end_with_rank_zero(trainer.strategy.launcher):
             trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)
         outcome |= ending(trainer, run.max_steps)
         sample, outcome["originality"] = "", None

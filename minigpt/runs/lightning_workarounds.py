@@ -12,16 +12,16 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
-from minigpt.utils.terminal import is_rank_zero
+from minigpt.distributed.process_group import check_port
+from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h
-_RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable
 
 
 @contextmanager
@@ -105,18 +105,39 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
-def end_with_rank_zero() -> Iterator[None]:
+def end_with_rank_zero(launcher: Any) -> Iterator[None]:
     """Make the system kill the ranks that rank 0 starts in this context when rank 0 ends for any reason.
 
     Gloo and NCCL notice at the next collective, but a rank that waits in the rendezvous waits for half an hour.
+
+    Args:
+        launcher: Lightning's, of the ranks.
     """
     if is_rank_zero():
-        os.environ[_RANK_ZERO_PID] = str(os.getpid())  # inherited by the other ranks
-    elif sys.platform == "linux" and _RANK_ZERO_PID in os.environ:
+        os.environ[RANK_ZERO_PID] = str(os.getpid())  # inherited by the other ranks
+    elif sys.platform == "linux" and RANK_ZERO_PID in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.environ[_RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
+        if os.environ[RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
             os._exit(1)
+    processes: list[Any] = []
     try:
         yield
+    except BaseException as error:
+        processes = [*getattr(launcher, "procs", ())]
+        check_port(error)
+        raise
     finally:
-        os.environ.pop(_RANK_ZERO_PID, None)  # other processes that start from here are not ranks
+        getattr(launcher, "procs", []).clear()  # or Lightning kills this process when one of them fails
+        for process in processes:
+            process.kill()
+        if is_rank_zero():
+            os.environ.pop(RANK_ZERO_PID, None)  # other processes that start from here are not ranks
+
+
+def start_ranks_with(overrides: Sequence[str], stack: ExitStack) -> None:
+    """Let Lightning start ranks that call `train`, not the program of the user once more, until a stack closes."""
+    launchers: Any = import_module("lightning.pytorch.strategies.launchers.subprocess_script")
+    imports = f"import sys; sys.path = {sys.path}; import minigpt; from minigpt.utils.cli import cli_entrypoint"
+    command = [sys.executable, "-c", f"{imports}; cli_entrypoint(minigpt.train)({[*overrides]})"]
+    stack.callback(setattr, launchers, "_hydra_subprocess_cmd", launchers._hydra_subprocess_cmd)
+    launchers._hydra_subprocess_cmd = lambda local_rank: (command, None)

@@ -7,21 +7,30 @@ it imports torch and Lightning, and errors of the configuration are raised befor
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.basecontainer import BaseContainer
 
 from minigpt.config import GPTConfig
-from minigpt.distributed.process_group import join_ranks, shared_errors
+from minigpt.distributed.process_group import (
+    PATIENCE,
+    gather_objects,
+    join_ranks,
+    own_ranks,
+    set_timeout,
+    shared_errors,
+)
 from minigpt.run_config import RunConfig, check_hydra, use_outside_values
 from minigpt.runs import run_dir
-from minigpt.runs.lightning_workarounds import fast_imports
-from minigpt.runs.overrides import SETTABLE, complete_overrides
+from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
+from minigpt.runs.overrides import SETTABLE, complete_overrides, quote_override
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError, require
@@ -34,9 +43,14 @@ if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
     from minigpt.data.token_files import Corpus
 
+_one_run = threading.RLock()  # seeds, Hydra and flags of torch are of the process
+
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
+
+    Of several threads, one trains after the other. With several devices, other processes are started that train with
+    the same overrides; they do not run the program that calls this function.
 
     Returns:
         The contents of `summary.json`, and the run folder as `folder`.
@@ -47,6 +61,11 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not is_list or not all(isinstance(each, str) and each[:1] != "-" for each in overrides):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
+    with _one_run, own_ranks(), own_hydra():
+        return _train(overrides)
+
+
+def _train(overrides: Sequence[str]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.core.utils import env_override
 
@@ -56,7 +75,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
         with initialize_config_dir(search_path(overrides), version_base="1.3"):
             cfg = compose("train", overrides=overrides, return_hydra_config=True)
         with env_override(cfg.hydra.job.env_set):
-            return train_composed(cfg)
+            return train_composed(cfg, overrides)
     except Exception as error:
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
@@ -64,8 +83,12 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 @run_dir.remove_unused_folders()
-def train_composed(cfg: DictConfig) -> dict[str, Any]:
-    """Train with a configuration that has the node `hydra`, which is removed; return what `train` does."""
+def train_composed(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train with a configuration that has the node `hydra`, which is removed; return what `train` does.
+
+    Args:
+        overrides: from which other ranks compose the same.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     folder = run_dir.make_folder(cfg.hydra.run).absolute()
@@ -73,14 +96,37 @@ def train_composed(cfg: DictConfig) -> dict[str, Any]:
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    train_in(folder, cfg)
-    return {"folder": str(folder), **run_dir.read_summary(folder)}
+    train_in(folder, cfg, [*overrides, f"hydra.run.dir={quote_override(folder)}"])
+    set_timeout(PATIENCE)  # while rank 0 draws the final sample
+    return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
 
 
-def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None) -> float | None:
+@contextmanager
+def own_hydra() -> Iterator[None]:
+    """Use Hydra as in a new process, and leave that of the caller as it was."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.plugins import Plugins
+    from hydra.core.singleton import Singleton
+
+    Plugins.instance()  # is kept, because it searches for a while
+    before = Singleton._instances, BaseContainer._resolvers
+    others = before[0].keys() - {GlobalHydra, HydraConfig}
+    Singleton._instances = {kind: before[0][kind] for kind in others}
+    BaseContainer._resolvers = {**before[1]}
+    try:
+        yield
+    finally:
+        Singleton._instances, BaseContainer._resolvers = before
+
+
+def train_in(
+    folder: Path, cfg: DictConfig, overrides: Sequence[str] = (), *, resume_command: str | None = None
+) -> float | None:
     """Lock a run folder, train in it, and return the best validation loss, nats per token.
 
     Args:
+        overrides: of other ranks that Lightning starts; by default it runs this program again, with its arguments.
         resume_command: printed when a signal ends the run.
     """
     started = time.perf_counter()
@@ -107,6 +153,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             with fast_imports():
                 from minigpt.cpu_threads import cpu_threads
                 from minigpt.runs.fit import fit
+            if overrides:
+                start_ranks_with(overrides, stack)
             with cpu_threads(run.threads):
                 return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):

@@ -1,6 +1,5 @@
 """Build the Lightning Trainer of a run from its settings, its data module, and what reads and writes its files."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -10,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -33,7 +32,7 @@ from minigpt.runs.metrics_csv import append_metrics
 from minigpt.runs.run_dir import METRICS
 from minigpt.utils.cli import IMPORTED_FROM
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import TORCHRUN, rank_variables, warn
 
 
 def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
@@ -58,9 +57,8 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             options["strategy"] = DDP()
     if options["precision"] == "auto":
         options["precision"] = training_precision(options["accelerator"])
-    plugins: list[Any] = [CheckpointIO()]
-    if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
-        plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
+    # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code for a requeue.
+    environment = TorchElasticEnvironment if rank_variables() == TORCHRUN else LightningEnvironment
     try:
         trainer = L.Trainer(
             **options,
@@ -71,7 +69,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
             logger=MetricsCSV(folder / METRICS),
-            plugins=plugins,
+            plugins=[CheckpointIO(), environment()],
             default_root_dir=folder,
             log_every_n_steps=1,
             enable_progress_bar=False,
@@ -82,6 +80,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
+    rank_zero_only.rank = trainer.global_rank  # what it was when Lightning was imported may be of other variables
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
     trainer.loggers = [*trainer.loggers, *instantiate_group("logger", run.logger)]  # W&B starts a run

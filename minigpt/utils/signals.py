@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -35,24 +35,31 @@ def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
 def raise_on_signal() -> AbstractContextManager[None]:
     """Raise `Interrupted` on signals that would kill the process; other handlers, such as submitit's, stay."""
     default = (signal.SIG_DFL, signal.default_int_handler, _exit_for_requeue)
-    in_main = threading.current_thread() is threading.main_thread()
-    signums = [signum for signum in END_SIGNALS if in_main and signal.getsignal(signum) in default]
+    signums = [signum for signum in END_SIGNALS if signal.getsignal(signum) in default]
     return handle_signals(signums, raise_interrupted)
 
 
 @contextmanager
-def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Handle signals with a function, and with their previous handlers afterwards; ignored ones stay ignored."""
-    previous = {
-        signum: signal.signal(signum, handler)
-        for signum in signums
-        if signal.getsignal(signum) != signal.SIG_IGN  # nohup ignores SIGHUP
-    }
+def handle_signals(signums: Collection[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle signals with a function, and END_SIGNALS with their previous handlers afterwards; not in a thread.
+
+    Ignored ones stay ignored.
+    """
+    previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if is_main_thread()}
+    for signum, before in previous.items():
+        if signum in signums and before != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, handler)
     try:
         yield
     finally:
         for signum, before in previous.items():
-            signal.signal(signum, before)
+            if before is not None:  # a handler of a library in C
+                signal.signal(signum, before)
+
+
+def is_main_thread() -> bool:
+    """Return whether this is the main thread, which alone can handle signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:

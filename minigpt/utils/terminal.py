@@ -15,6 +15,17 @@ _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
 }
 _VISIBLE[127] = "␡"
 _TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable of the ranks that Lightning starts
+# What makes a process a rank: its rank and the number of ranks, up to three more numbers, and others.
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
+    *("MASTER_ADDR", "TORCHELASTIC_RUN_ID"),
+)
+LIGHTNING = ("LOCAL_RANK", "WORLD_SIZE")
+SRUN = (
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
+    "SLURM_STEP_NODELIST",
+)
 
 
 def warn(message: str) -> None:
@@ -24,10 +35,21 @@ def warn(message: str) -> None:
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, by the environment variables of torchrun, Lightning or srun."""
-    if "RANK" not in os.environ and "LOCAL_RANK" in os.environ:  # Lightning
-        return env_number("LOCAL_RANK", 0) == env_number("NODE_RANK", 0) == 0
-    return env_number("RANK", env_number("SLURM_PROCID", 0)) == 0
+    """Return whether this process is rank 0, or a process alone."""
+    return not any(env_number(name, 0) for name in rank_variables()[:1])
+
+
+def rank_variables() -> tuple[str, ...]:
+    """Return the environment variables that make this process a rank of torchrun, Lightning or srun; else none.
+
+    Some of them are set in other processes too: by Kubeflow, by notebooks, in the batch script of a SLURM job.
+    """
+    if all(name in os.environ for name in TORCHRUN):
+        return TORCHRUN
+    if RANK_ZERO_PID in os.environ and env_number("LOCAL_RANK", 0):
+        return LIGHTNING
+    is_step = all(name in os.environ for name in SRUN) and env_number("SLURM_STEP_NUM_TASKS", 1) > 1
+    return SRUN if is_step else ()
 
 
 def env_number(name: str, default: int) -> int:

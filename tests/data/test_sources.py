@@ -25,6 +25,7 @@ from minigpt.data.readers import read_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import PARTIAL, atomic_write, checksums
+from minigpt.utils.terminal import SRUN
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -130,9 +131,12 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setenv("SLURM_NTASKS", "4")  # of a batch job, whose script is one process
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a pod of Kubeflow
+    for name in (*SRUN, "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
     for variable, processes, problem in (
-        ("WORLD_SIZE", "2", "cannot be read by several processes"),
         ("SLURM_STEP_NUM_TASKS", "2", "cannot be read by several processes"),
+        ("MINIGPT_RANK_ZERO_PID", "1", "cannot be read by several processes"),
         ("WORLD_SIZE", "1", "is empty;"),
     ):
         with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ from small_runs import ROOT, composed
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero, rank_variables, warn
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,7 @@ def test_a_program_returns_its_value():
     ("error", "ranks"), [(UserError("bad input"), 1), (RunError("lost"), 2), (Interrupted(signal.SIGTERM), 1)]
 )
 def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, error, ranks):
+    monkeypatch.setenv(RANK_ZERO_PID, "1")
     for rank in "01":
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit):
@@ -78,11 +79,49 @@ def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, erro
 
 
 def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
-    for node, rank in (("0", "0"), ("0", "1"), ("1", "0")):
-        monkeypatch.setenv("NODE_RANK", node)
+    monkeypatch.setenv(RANK_ZERO_PID, "1")
+    for rank in "012":
         monkeypatch.setenv("LOCAL_RANK", rank)
         warn(EVIL)
     assert capsys.readouterr() == ("", f"warning: {SEEN}\n")
+
+
+KINDS = {
+    "torchrun": {
+        **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
+    },
+    "srun": {
+        **{"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
+        **{"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "host[7-8]"},
+    },
+    "Lightning": {"LOCAL_RANK": "1", "MINIGPT_RANK_ZERO_PID": "1"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_is_a_rank_only_with_all_variables_of_its_kind(kind, monkeypatch):
+    for name, value in KINDS[kind].items():
+        monkeypatch.setenv(name, value)
+    assert not is_rank_zero()
+    for name in KINDS[kind]:
+        with monkeypatch.context() as patch:
+            patch.delenv(name)
+            assert is_rank_zero(), f"without {name}"
+
+
+def test_a_step_of_one_task_and_a_process_that_rank_zero_starts_are_no_ranks(monkeypatch):
+    """As `srun --pty bash`; and whatever a callback of a training on several devices starts."""
+    of_kinds = {
+        **KINDS["srun"],
+        "SLURM_STEP_NUM_TASKS": "1",
+        **KINDS["Lightning"],
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    for name, value in of_kinds.items():
+        monkeypatch.setenv(name, value)
+    assert rank_variables() == ()
 
 
 MISTYPED = {
