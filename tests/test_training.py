@@ -3,15 +3,19 @@
 import errno
 import inspect
 import itertools
+import json
 import os
 import pkgutil
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import hydra
 import matplotlib.image
@@ -283,6 +287,60 @@ def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, erro
     finally:
         for handler in given.items():
             signal.signal(*handler)
+
+
+TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+PROGRAM = """
+import json, os, sys
+import minigpt
+
+print("the program runs")
+before = {name: os.environ.get(name) for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+results = []
+for overrides in json.loads(sys.stdin.read()):
+    try:
+        results.append(minigpt.train(overrides))
+    except minigpt.utils.errors.UserError as error:
+        results.append(str(error))
+    assert before == {name: os.environ.get(name) for name in before}
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_trains_several_runs_on_two_ranks_and_runs_once(small, trained, tmp_path):
+    """Also after a run on one, and after one that fails; with arguments and standard input of its own."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    seeds = [["seed=7"], TWO, ["optimizer.lr=1e30", *TWO], ["seed=7", *TWO], []]
+    given = json.dumps([[*small, *overrides] for overrides in seeds])
+    command = [sys.executable, "program.py", "--an=argument"]
+    result = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("the program runs") == 1
+    first, second, failed, third, last = json.loads(result.stdout.splitlines()[-1])
+    assert "the loss is nan" in failed
+    for found, seed, size in ((first, 7, 1), (second, 1337, 2), (third, 7, 2), (last, 1337, 1)):
+        assert found["world_size"] == size
+        assert column(Path(found["folder"]), "val_loss") == pytest.approx(column(trained(f"seed={seed}"), "val_loss"))
+
+
+def test_a_part_that_other_ranks_cannot_import_is_refused(train, monkeypatch):
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    monkeypatch.setattr(main, "Mine", Callback, raising=False)
+    with pytest.raises(UserError, match="_target_ must be of a module, got __main__; move it"):
+        train("+callbacks.mine._target_=__main__.Mine", *TWO)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_taken_port_is_named(devices, train, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", f"{port}")
+        with pytest.raises(UserError, match=rf"^MASTER_PORT must be a free port, got {port}; set this"):
+            train("trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={devices}")
 
 
 @pytest.mark.slow

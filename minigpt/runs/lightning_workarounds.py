@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from minigpt.distributed.process_group import check_port
+from minigpt.utils.errors import require
 from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -134,10 +135,16 @@ def end_with_rank_zero(launcher: Any) -> Iterator[None]:
             os.environ.pop(RANK_ZERO_PID, None)  # other processes that start from here are not ranks
 
 
-def start_ranks_with(overrides: Sequence[str], stack: ExitStack) -> None:
+def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) -> None:
     """Let Lightning start ranks that call `train`, not the program of the user once more, until a stack closes."""
     launchers: Any = import_module("lightning.pytorch.strategies.launchers.subprocess_script")
     imports = f"import sys; sys.path = {sys.path}; import minigpt; from minigpt.utils.cli import cli_entrypoint"
     command = [sys.executable, "-c", f"{imports}; cli_entrypoint(minigpt.train)({[*overrides]})"]
     stack.callback(setattr, launchers, "_hydra_subprocess_cmd", launchers._hydra_subprocess_cmd)
-    launchers._hydra_subprocess_cmd = lambda local_rank: (command, None)
+
+    def start(local_rank: int) -> tuple[list[str], None]:
+        advice = "move it into a module, which the other ranks can import"
+        require("_target_", "__main__", lambda name: f"_target_: {name}." not in composed, "of a module", advice)
+        return command, None
+
+    launchers._hydra_subprocess_cmd = start

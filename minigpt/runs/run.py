@@ -149,14 +149,15 @@ def train_in(
                     cfg = plan_run(cfg, folder, corpus, task, started)
                 run = RunConfig.from_hydra(cfg)
                 use_outside_values(cfg)
+                composed = OmegaConf.to_yaml(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():
                 from minigpt.cpu_threads import cpu_threads
                 from minigpt.runs.fit import fit
             if overrides:
-                start_ranks_with(overrides, stack)
+                start_ranks_with(overrides, composed, stack)
             with cpu_threads(run.threads):
-                return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
+                return fit(run, folder, *parts, composed=composed, overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if (
                 resume_command

@@ -117,6 +117,7 @@ class Launcher(hydra_launcher.Launcher):
         advice = "or set hydra/launcher=basic"
         require("hydra/sweeper", sweeper, lambda name: name.startswith(ours), "grid or optuna", advice)
         require("hydra.launcher.n_jobs", self.n_jobs, *or_null(POSITIVE_INT))
+        os.environ.pop("MASTER_PORT", None)  # jobs at the same time need one each
         self.config = config
         self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
 
