@@ -25,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.overrides import quote_path, shared_arguments
 from minigpt.runs.run import train_in
-from minigpt.runs.run_dir import command, remove_unused_folders, short_path
+from minigpt.runs.run_dir import command, remove_unused_folders, short_path, write_failure
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.errors import require
+from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import search_path, usage
 from minigpt.utils.terminal import replace_dead_output
 
@@ -41,8 +41,10 @@ def main(cfg: DictConfig) -> float | None:
     """Train one run, or one job of a sweep; return the best validation loss."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep reports errors of its jobs
-        advice = "leave it out: other launchers start processes"
-        require("trainer.devices", cfg.trainer.devices, (1).__eq__, "1 with hydra/launcher=basic", advice)
+        if cfg.trainer.devices != 1:  # its ranks would run the whole sweep
+            got = f"1 with hydra/launcher=basic, got {cfg.trainer.devices}; leave the launcher out"
+            write_failure(folder, f"trainer.devices must be {got}")
+            raise UserError(f"trainer.devices must be {got}")
         return train_in(folder, cfg)
     return cli_entrypoint(train_in)(folder, cfg, resume_command=resume_command(folder))
 

@@ -273,7 +273,7 @@ class Fail(Callback):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [None, "builtins:KeyboardInterrupt", "builtins:ZeroDivisionError"])
+@pytest.mark.parametrize("error", ["builtins:KeyboardInterrupt", "builtins:ZeroDivisionError", None])
 def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, error):
     def mine(*_):
         raise KeyboardInterrupt
@@ -281,7 +281,7 @@ def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, erro
     given = {signum: signal.signal(signum, mine) for signum in END_SIGNALS}
     fails = ["+callbacks.fail._target_=test_training.Fail", f"+callbacks.fail.error={error}"]
     try:
-        with nullcontext() if error is None else pytest.raises(BaseException):
+        with nullcontext() if error is None else pytest.raises((SystemExit, ZeroDivisionError)):
             train("max_steps=2", *(fails if error else ()))
         assert {signal.getsignal(signum) for signum in END_SIGNALS} == {mine}
     finally:
@@ -328,7 +328,7 @@ def test_a_part_that_other_ranks_cannot_import_is_refused(train, monkeypatch):
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "Mine", Callback, raising=False)
-    with pytest.raises(UserError, match="_target_ must be of a module, got __main__; move it"):
+    with pytest.raises(UserError, match="_target_ must be of a module, got __main__; move it to where"):
         train("+callbacks.mine._target_=__main__.Mine", *TWO)
 
 

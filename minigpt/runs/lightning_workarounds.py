@@ -136,14 +136,19 @@ def end_with_rank_zero(launcher: Any) -> Iterator[None]:
 
 
 def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) -> None:
-    """Let Lightning start ranks that call `train`, not the program of the user once more, until a stack closes."""
+    """Let Lightning start ranks that call `train`, and not the program of the user, until a stack closes.
+
+    Args:
+        overrides: of the ranks.
+        composed: their configuration as YAML.
+    """
     launchers: Any = import_module("lightning.pytorch.strategies.launchers.subprocess_script")
     imports = f"import sys; sys.path = {sys.path}; import minigpt; from minigpt.utils.cli import cli_entrypoint"
     command = [sys.executable, "-c", f"{imports}; cli_entrypoint(minigpt.train)({[*overrides]})"]
     stack.callback(setattr, launchers, "_hydra_subprocess_cmd", launchers._hydra_subprocess_cmd)
 
     def start(local_rank: int) -> tuple[list[str], None]:
-        advice = "move it into a module, which the other ranks can import"
+        advice = "move it to where the other ranks can import it"
         require("_target_", "__main__", lambda name: f"_target_: {name}." not in composed, "of a module", advice)
         return command, None
 

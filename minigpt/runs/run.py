@@ -104,20 +104,20 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, 
 @contextmanager
 def own_hydra() -> Iterator[None]:
     """Use Hydra as in a new process, and leave that of the caller as it was."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.core.plugins import Plugins
     from hydra.core.singleton import Singleton
 
     Plugins.instance()  # is kept, because it searches for a while
-    before = Singleton._instances, BaseContainer._resolvers
-    others = before[0].keys() - {GlobalHydra, HydraConfig}
-    Singleton._instances = {kind: before[0][kind] for kind in others}
-    BaseContainer._resolvers = {**before[1]}
+    instances = Singleton._instances
+    resolvers = BaseContainer._resolvers
+    of_run = ("GlobalHydra", "HydraConfig")
+    Singleton._instances = {kind: one for kind, one in instances.items() if kind.__name__ not in of_run}
+    BaseContainer._resolvers = {**resolvers}
     try:
         yield
     finally:
-        Singleton._instances, BaseContainer._resolvers = before
+        Singleton._instances = instances
+        BaseContainer._resolvers = resolvers
 
 
 def train_in(
@@ -149,15 +149,14 @@ def train_in(
                     cfg = plan_run(cfg, folder, corpus, task, started)
                 run = RunConfig.from_hydra(cfg)
                 use_outside_values(cfg)
-                composed = OmegaConf.to_yaml(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():
                 from minigpt.cpu_threads import cpu_threads
                 from minigpt.runs.fit import fit
             if overrides:
-                start_ranks_with(overrides, composed, stack)
+                start_ranks_with(overrides, OmegaConf.to_yaml(cfg), stack)
             with cpu_threads(run.threads):
-                return fit(run, folder, *parts, composed=composed, overrides=task, started=started)
+                return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if (
                 resume_command

@@ -9,7 +9,8 @@ from typing import Any
 
 import lightning.pytorch as L
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -80,7 +81,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
-    rank_zero_only.rank = trainer.global_rank  # what it was when Lightning was imported may be of other variables
+    rank_zero_only.__dict__["rank"] = trainer.global_rank  # set at the import, by any variable of ranks
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
     trainer.loggers = [*trainer.loggers, *instantiate_group("logger", run.logger)]  # W&B starts a run

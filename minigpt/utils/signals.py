@@ -45,7 +45,8 @@ def handle_signals(signums: Collection[int], handler: Callable[[int, FrameType |
 
     Ignored ones stay ignored.
     """
-    previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if is_main_thread()}
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
     for signum, before in previous.items():
         if signum in signums and before != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(signum, handler)
@@ -55,11 +56,6 @@ def handle_signals(signums: Collection[int], handler: Callable[[int, FrameType |
         for signum, before in previous.items():
             if before is not None:  # a handler of a library in C
                 signal.signal(signum, before)
-
-
-def is_main_thread() -> bool:
-    """Return whether this is the main thread, which alone can handle signals."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:

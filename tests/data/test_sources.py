@@ -187,7 +187,7 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
         find(path=pipe(""))
     several = pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save")
-    with patch.dict(os.environ, WORLD_SIZE="2"), several:
+    with patch.dict(os.environ, MINIGPT_RANK_ZERO_PID="1", LOCAL_RANK="1", WORLD_SIZE="2"), several:
         find(path=pipe("x"))
     terminal, _ = os.openpty()
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"):

@@ -1,17 +1,21 @@
 """DDP and FSDP2 on CPU processes, compared with one process."""
 
+import os
 import platform
 import signal
+import socket
 from pathlib import Path
 
 import pytest
+from processes import Script
 from ranks import train_on_ranks
 from small_runs import column
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
-from minigpt.distributed.process_group import LOST_RANK
+from minigpt.distributed.process_group import LOST_RANK, _set_as_torchrun
 from minigpt.runs.run_dir import read_summary
+from minigpt.utils.terminal import SRUN, TORCHRUN
 
 # The last batch of the 125 windows of the validation split has one, so that a rank has none.
 SETTINGS = ["log_every=1", "data.eval_batch_size=62"]
@@ -69,6 +73,42 @@ def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(launch, tm
     ended = launch("train.py", *FAILS, "+callbacks.fail.killed=false", f"hydra.run.dir={tmp_path}/run", cold_start=True)
     assert (ended.returncode, f"error: {OWN}" in ended.stderr.splitlines()) == (1, True)
     assert read_summary(tmp_path / "run")["reason"] == OWN
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_train_as_one(small, trained, tmp_path):
+    """Without --ntasks-per-node, in a job with more tasks, and with variables of ranks that its script exports."""
+    spread = ["trainer=ddp", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/two"]
+    group = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
+    group |= {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "interactive"}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        group |= {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = []
+    for rank in "01":
+        env = group | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        ranks.append(Script("train.py", *small, *SETTINGS, *spread, output=tmp_path / f"rank{rank}", env=env))
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(trained(*SETTINGS)), rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes", ["a7", "a[7-9]", "a[7,9],b1", "a7,a[8-9]"])
+def test_the_first_host_of_a_step_is_where_its_ranks_meet(nodes, monkeypatch):
+    names = (*SRUN, *TORCHRUN, "GROUP_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    for name in names:
+        monkeypatch.setenv(name, "1")  # restored after the test
+        monkeypatch.delenv(name)
+    given = ["3", "4", "1", "1", "2", nodes]
+    for name, value in zip(SRUN, given, strict=True):
+        monkeypatch.setenv(name, value)
+    _set_as_torchrun()
+    found = {name: os.environ[name] for name in TORCHRUN if name != "MASTER_PORT"}
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert found == {**ranks, "MASTER_ADDR": "a7", "TORCHELASTIC_RUN_ID": "srun"}
+    ports = {os.environ.pop("MASTER_PORT")}
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    _set_as_torchrun()
+    assert len({*ports, os.environ["MASTER_PORT"]}) == 2
 
 
 def losses(folder: Path) -> list[float]:

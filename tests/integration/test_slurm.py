@@ -111,6 +111,24 @@ def assert_equal_weights(*runs):
     assert all(map(torch.equal, *(load_checkpoint(run)[0].state_dict().values() for run in runs)))
 
 
+def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with_it(cluster, small, trained, tmp_path):
+    file = tmp_path / "job.sh"
+    ddp = "trainer=ddp trainer.accelerator=cpu"
+    runs = [f"{tmp_path}/one", f"srun {ddp} {tmp_path}/two", f"srun --ntasks=1 {tmp_path}/step"]
+    lines = []
+    for run in runs:
+        *start, folder = run.split()
+        options = [word for word in start if not word.startswith("trainer")]
+        lines.append(" ".join([*options, *TRAIN, *small, *(start[len(options) :]), f"hydra.run.dir={folder}"]))
+    file.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]))
+    job = finish(cluster("sbatch", "--parsable", "--ntasks=2", "--nodes=2", "--export=ALL", str(file))).strip()
+    wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
+    log = Path(f"{file}.log").read_text()
+    assert [read_summary(tmp_path / name).get("world_size") for name in ("one", "two", "step")] == [1, 2, 1], log
+    assert_equal_weights(tmp_path / "one", trained())
+    assert_equal_weights(tmp_path / "step", trained())
+
+
 JOB_SCRIPT = """#!/bin/bash
 #SBATCH --requeue --open-mode=append --output={folder}.log
 srun {train} resume=auto hydra.run.dir={folder}

@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import BrokenExecutor, Future
@@ -17,7 +18,7 @@ from small_runs import ROOT, composed, one_line, table
 from minigpt.run_config import check_run
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.launcher import Job, Joblib, Launcher, visible_gpus
-from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_plan, read_sweep, refresh
+from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, Point, read_plan, read_sweep, refresh
 from minigpt.sweeps.settings import relevant_settings
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
@@ -236,6 +237,27 @@ def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_
     (tmp_path / "mine/experiment/other.yaml").write_text("# @package _global_\nmax_steps: 2\n")
     swept = call("train.py", "--config-dir=mine", "experiment=fast_cpu,other", "model.n_head=3", "-m")
     assert "hydra.launcher.n_jobs must be the same at all points of a sweep; set it on the comman" in one_line(swept)
+
+
+@pytest.mark.slow
+def test_runs_on_one_and_two_devices_in_one_worker_have_a_port_each(launch, tmp_path):
+    swept = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1,2", "hydra.launcher.n_jobs=1"]
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        env = {"MASTER_PORT": str(taken.getsockname()[1])}
+        result = launch("train.py", *swept, "max_steps=4", "hydra.mode=MULTIRUN", cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+    runs = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
+    assert [read_summary(run.folder)["world_size"] for run in runs] == [1, 2]
+    assert runs[0].loss(NATS) == pytest.approx(runs[1].loss(NATS))
+
+
+def test_the_basic_launcher_refuses_several_devices(call):
+    swept = ["hydra/launcher=basic", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "seed=1,2"]
+    result = call("train.py", *swept, "hydra.mode=MULTIRUN")
+    assert "failed: trainer.devices must be 1 with hydra/launcher=basic, got 2; " in result.stdout
+    assert result.returncode == 1
 
 
 @pytest.mark.slow

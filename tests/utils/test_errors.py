@@ -112,14 +112,8 @@ def test_a_process_is_a_rank_only_with_all_variables_of_its_kind(kind, monkeypat
 
 def test_a_step_of_one_task_and_a_process_that_rank_zero_starts_are_no_ranks(monkeypatch):
     """As `srun --pty bash`; and whatever a callback of a training on several devices starts."""
-    of_kinds = {
-        **KINDS["srun"],
-        "SLURM_STEP_NUM_TASKS": "1",
-        **KINDS["Lightning"],
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-    }
-    for name, value in of_kinds.items():
+    changed = {"SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**KINDS["srun"], **KINDS["Lightning"], **changed}.items():
         monkeypatch.setenv(name, value)
     assert rank_variables() == ()
 

@@ -1,6 +1,7 @@
 """SIGINT, SIGTERM, SIGHUP and SIGUSR1 save a checkpoint and end the run."""
 
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -10,14 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import LAST
-from minigpt.utils.signals import (
-    END_SIGNALS,
-    HANGUP_SIGNAL,
-    REQUEUE_SIGNAL,
-    Interrupted,
-    is_main_thread,
-    raise_interrupted,
-)
+from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, raise_interrupted
 
 
 class GracefulShutdown(Callback):
@@ -32,7 +26,8 @@ class GracefulShutdown(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Replace the handlers; Lightning restores those from before the training when it ends."""
-        for signum in END_SIGNALS if is_main_thread() else ():  # but not one that is ignored, or that submitit handles
+        in_main = threading.current_thread() is threading.main_thread()
+        for signum in END_SIGNALS if in_main else ():  # but not one that is ignored, or that submitit handles
             if signal.getsignal(signum) != signal.SIG_IGN and (
                 signum != REQUEUE_SIGNAL or signal.getsignal(signum) in (signal.SIG_DFL, raise_interrupted)
             ):
