@@ -20,11 +20,19 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from minigpt.data import token_files
-from minigpt.data import tokenizer as tokenizers
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source, find_sources
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
+from minigpt.data.tokenizer import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Ids,
+    Tokenizer,
+    from_dict,
+    token_dtype,
+)
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import PARTIAL, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
@@ -51,7 +59,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     the data folder cannot be written.
     """
     folder = Path(data["folder"])
-    built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
+    built = from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
         whole = {} if built.splits_at_cuts else {"documents": "whole"}  # as `_write_corpus` encodes them
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
@@ -73,9 +81,9 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
         except OSError as error:
             if error.filename is not None and not Path(error.filename).is_relative_to(folder):
                 raise
-            reason = (error.strerror or str(error)).lower()
             raise UserError(
-                f"token files cannot be written to {folder} ({reason}); free some space, or set data.folder=…"
+                f"token files cannot be written to {folder} "
+                f"({(error.strerror or str(error)).lower()}); free some space, or set data.folder=…"
             ) from error
     return token_files.load(target)
 
@@ -107,14 +115,14 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
 
 def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
     """Build the tokenizer of the config group: from an alphabet (char), from training texts (bpe), or by its name."""
-    name = settings["name"]
-    if name == CharTokenizer.name:
-        return CharTokenizer(alphabet)
-    if name == ByteTokenizer.name:
-        return ByteTokenizer()
-    if name == BPETokenizer.trained:
-        return BPETokenizer.train(texts, settings["vocab_size"])
-    return BPETokenizer.from_tiktoken(name, folder / "tiktoken")
+    match settings["name"]:
+        case CharTokenizer.name:
+            return CharTokenizer(alphabet)
+        case ByteTokenizer.name:
+            return ByteTokenizer()
+        case BPETokenizer.trained:
+            return BPETokenizer.train(texts, settings["vocab_size"])
+    return BPETokenizer.from_tiktoken(settings["name"], folder / "tiktoken")
 
 
 def _write_corpus(
@@ -135,8 +143,10 @@ def _write_corpus(
         batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
         if batches.has_separators:
-            advice = f"data.separator='{SEPARATOR}' splits text files there"
-            warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
+            warn(
+                f"{SEPARATOR} in the text is read as ordinary text; "
+                f"data.separator='{SEPARATOR}' splits text files there"
+            )
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         if not (target / META).is_file():  # no other host wrote it meanwhile
             partial.rename(target)
@@ -220,7 +230,6 @@ def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
 
 
 def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
-    """Yield the chunks of all sources with the index of their source."""
     return ((i, chunk) for i, source in enumerate(sources) for chunk in source.read())
 
 
@@ -340,7 +349,6 @@ def _build_meta(
 
 
 def _lock(target: Path) -> AbstractContextManager[Any]:
-    """Lock a folder against other processes that prepare it."""
     lock = FileLock(f"{target}.lock")
     try:
         return lock.acquire(timeout=2)

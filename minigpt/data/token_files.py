@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from minigpt.data import tokenizer as tokenizers
-from minigpt.data.tokenizer import Tokenizer, token_dtype
+from minigpt.data.tokenizer import Tokenizer, from_dict, token_dtype
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums, read_json, sha256_json
@@ -152,7 +151,7 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{key} must be a {kind.__name__}")
         split = [meta["provenance"].get(key) for key in ("source_sha256", "split", "val_fraction")]
         return Corpus(
-            tokenizer=tokenizers.from_dict(meta["tokenizer"]),
+            tokenizer=from_dict(meta["tokenizer"]),
             train=_load_split(folder / "train.bin", meta["train"], meta["dtype"]),
             val=_load_split(folder / "val.bin", meta["val"], meta["dtype"]),
             val_sha256=meta["provenance"].get("val_sha256") or sha256_json(split),
@@ -186,7 +185,7 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path |
     for meta in filter(Path.is_file, {file.with_name(META) for file in (*train, *val)}):
         if (
             b'"provenance"' in meta.read_bytes()  # not of another tool
-            and tokenizers.from_dict(read_json(meta).get("tokenizer")).token_bytes != tokenizer.token_bytes
+            and from_dict(read_json(meta).get("tokenizer")).token_bytes != tokenizer.token_bytes
         ):
             raise UserError(f"{meta.parent} has token files of another tokenizer; give files of one, and tokenizer=…")
     if len(widths := {width for width, _ in layouts}) > 1:
@@ -275,8 +274,11 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
     if size % width or not size:
         raise UserError(f"{name} has {size} bytes, not an array of {8 * width}-bit ids")
     if width > base and np.frombuffer(head, f"<u{width}").max() >= vocab_size:
-        problem = f"every second number of {4 * width} bits is 0, and as ids of {8 * width} bits they are outside"
-        raise UserError(f"{name} has no ids of this tokenizer: {problem} the vocabulary of {vocab_size:,}; {_WRITE}")
+        raise UserError(
+            f"{name} has no ids of this tokenizer: every second number of {4 * width} bits is 0, "
+            f"and as ids of {8 * width} bits they are outside the vocabulary of {vocab_size:,}; "
+            f"{_WRITE}"
+        )
     return width, 0
 
 

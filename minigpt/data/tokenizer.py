@@ -103,8 +103,8 @@ class Tokenizer:
         return "".join(names.get(int(i)) or self.decode([i]) for i in ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain data from which `from_dict` rebuilds the tokenizer."""
-        raise NotImplementedError
+        """Return the plain data from which `from_dict` rebuilds the tokenizer: here its name."""
+        return {"name": self.name}
 
 
 class CharTokenizer(Tokenizer):
@@ -148,9 +148,6 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, for torch
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name}
 
 
 class BPETokenizer(Tokenizer):
@@ -196,8 +193,10 @@ class BPETokenizer(Tokenizer):
         try:
             missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
         except OSError as error:
-            cannot = f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror})"
-            raise UserError(f"{cannot}; set TIKTOKEN_CACHE_DIR to a writable folder") from error
+            raise UserError(
+                f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
+                f"set TIKTOKEN_CACHE_DIR to a writable folder"
+            ) from error
         if missing:
             raise UserError(
                 f"the files of tokenizer={name} could not be downloaded; "
@@ -254,25 +253,28 @@ class BPETokenizer(Tokenizer):
         if not hasattr(self._local, "encoding"):
             import tiktoken  # slow to import, and not needed to decode
 
-            pattern, special = PATTERNS.get(self.name, PATTERNS["gpt2"]), dict(self.special)
-            options: Any = {"pat_str": pattern, "mergeable_ranks": self._ranks, "special_tokens": special}
-            self._local.encoding = tiktoken.Encoding(self.name, **options)
+            self._local.encoding = tiktoken.Encoding(
+                self.name,
+                pat_str=PATTERNS.get(self.name, PATTERNS["gpt2"]),
+                mergeable_ranks=self._ranks,
+                special_tokens=dict(self.special),
+            )
         return self._local.encoding
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
     try:
-        if values["name"] == CharTokenizer.name:
-            return CharTokenizer(values["alphabet"])
-        if values["name"] == ByteTokenizer.name:
-            return ByteTokenizer()
-        if values["name"] in (BPETokenizer.trained, *PATTERNS):
-            return BPETokenizer.from_dict(values)
-        if values["name"] == "huggingface":
-            build = from_extras("HuggingFaceTokenizer")
-            found: Tokenizer = build(values["json"], values["separator"], **values.get("options", {}))
-            return found
+        match values["name"]:
+            case CharTokenizer.name:
+                return CharTokenizer(values["alphabet"])
+            case ByteTokenizer.name:
+                return ByteTokenizer()
+            case "huggingface":
+                build = from_extras("HuggingFaceTokenizer")
+                return build(values["json"], values["separator"], **values.get("options", {}))
+            case name if name in (BPETokenizer.trained, *PATTERNS):
+                return BPETokenizer.from_dict(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
     raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}")
