@@ -61,12 +61,17 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
     """
     path = find_checkpoint(None) if source is None else Path(source).expanduser()
     if step is None and (not path.exists() or (path / "config.json").is_file()):
-        found: Pretrained = from_extras("find_huggingface")(source)
-        return found
+        return from_extras("find_huggingface")(source)
     path = find_checkpoint(path, step=step)
     model, tokenizer = load_checkpoint(path)
-    config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
-    return Pretrained(path, str(path.resolve()), None, config, tokenizer, model)
+    return Pretrained(
+        path=path,
+        source=str(path.resolve()),
+        revision=None,
+        config=replace(model.config, dropout=0.0, ngram_dropout=0.0),
+        tokenizer=tokenizer,
+        model=model,
+    )
 
 
 def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:

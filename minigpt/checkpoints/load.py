@@ -10,8 +10,7 @@ from torch import Tensor
 from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import MINIGPT, contents, explain_errors, read, write
 from minigpt.config import GPTConfig
-from minigpt.data import tokenizer as tokenizers
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import Tokenizer, from_dict
 from minigpt.model import GPT
 from minigpt.model_changes import empty_model, find_change, original, unwrap
 from minigpt.utils.errors import UserError, require
@@ -39,7 +38,7 @@ def load_checkpoint(
     content = read(path)
     with explain_errors(f"{path} does not hold a model of minigpt"):
         ours = content[MINIGPT]
-        config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
+        config, tokenizer = GPTConfig.from_dict(ours["model"]), from_dict(ours["tokenizer"])
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
         check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
@@ -70,8 +69,10 @@ def saved_config(model: GPT) -> GPTConfig:
     A head that its user tied or untied changes `tie_embeddings`. Raises UserError for any other change.
     """
     if change := find_change(model, for_saving=True):
-        advice = "merge the change into the weights, or load its weights into GPT(model.config) and save that"
-        raise UserError(f"weights and a config cannot describe this model: {change}; {advice}")
+        raise UserError(
+            f"weights and a config cannot describe this model: {change}; merge the change into "
+            f"the weights, or load its weights into GPT(model.config) and save that"
+        )
     return replace(model.config, tie_embeddings=model.lm_head.weight is model.wte.weight)
 
 
@@ -97,8 +98,12 @@ def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
 
 def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the tokenizer has more ids than the model."""
-    size = tokenizer.vocab_size
-    require("model.vocab_size", config.vocab_size, lambda value: value >= size, f"at least the tokenizer's {size}")
+    require(
+        "model.vocab_size",
+        config.vocab_size,
+        lambda value: value >= tokenizer.vocab_size,
+        f"at least the tokenizer's {tokenizer.vocab_size}",
+    )
 
 
 def check_size(config: GPTConfig, tensors: int, size: int) -> None:
@@ -106,5 +111,7 @@ def check_size(config: GPTConfig, tensors: int, size: int) -> None:
     params, layers = config.num_params(), config.n_layer + config.smear
     rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # which no file holds
     if params > size + SIZE_MARGIN or rope_table > size + ROPE_TABLE_MARGIN or layers > tensors:
-        described = f"{config.n_layer:,} layers, {params:,} parameters and a context of {config.block_size:,} tokens"
-        raise UserError(f"its model has {described}, but the file has {tensors:,} weights of {size:,} bytes")
+        raise UserError(
+            f"its model has {config.n_layer:,} layers, {params:,} parameters and a context of "
+            f"{config.block_size:,} tokens, but the file has {tensors:,} weights of {size:,} bytes"
+        )

@@ -30,7 +30,7 @@ def find_resumed(
     Args:
         resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if there is
             one; it may be of the last step.
-        present: `minigpt.checkpoints.load.contents` of the run.
+        present: `minigpt.checkpoints.format.contents` of the run.
         warn: prints a warning.
 
     Returns:
@@ -56,15 +56,17 @@ def find_resumed(
     fixed = {key: pair for key, pair in changed.items() if key in unchanged or key.startswith(("model.", "the "))}
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
-        command = f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
-        raise UserError(f"resume={path} does not match this run: it differs in {listed}; {command}")
+        raise UserError(
+            f"resume={path} does not match this run: it differs in {listed}; "
+            f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
+        )
     config = present[MINIGPT]["config"]
     key = "pause_at" if config.get("pause_at") and resume != "auto" else "max_steps"
     if step >= config[key] + (resume == "auto"):
         raise UserError(f"resume={path} is at step {step} of {config[key]}; raise {key} to continue")
     for key, (was, value) in changed.items():
-        what = _EFFECTS.get(key, "it applies")
-        warn(f"{key} changed from {was} to {value}; {what} from step {step} on")
+        effect = _EFFECTS.get(key, "it applies")
+        warn(f"{key} changed from {was} to {value}; {effect} from step {step} on")
     return path, step, content[MINIGPT].get("provenance", {}), bool(changed)
 
 
@@ -105,12 +107,15 @@ def _fixed_settings(run: Mapping[str, Any]) -> list[str]:
 def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
     """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
-    found = {f"model.{key}": value for key, value in model.items()}
-    found["the tokenizer"] = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}"
-    found["the corpus"] = run["corpus_sha256"][:16]
-    found["the cut between the splits"] = run.get("corpus_provenance", {}).get("cut", "at the start of a document")
+    split = run.get("corpus_provenance", {})
+    found = {
+        **{f"model.{key}": value for key, value in model.items()},
+        "the tokenizer": f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}",
+        "the corpus": run["corpus_sha256"][:16],
+        "the cut between the splits": split.get("cut", "at the start of a document"),
+    }
     # The split of token files is what their provenance says, whatever the settings are.
-    config = run["config"] | {"data": run["config"]["data"] | run.get("corpus_provenance", {})}
+    config = run["config"] | {"data": run["config"]["data"] | split}
     for key in (*fixed, *_LEARNING):
         group, _, name = key.rpartition(".")
         values = config[group] if group else config
