@@ -140,14 +140,14 @@ def _expand(pattern: str) -> Iterator[Path]:
     head, *tail = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
     if not tail:
         yield from map(Path, glob(pattern))
-        return
-    seen: set[str] = set()
-    for top in glob(head) if head else ["."]:
-        for folder, names, _ in os.walk(top, followlinks=True):
-            real = os.path.realpath(folder)
-            names[:] = [] if real in seen else sorted(name for name in names if name[0] != ".")
-            seen.add(real)
-            yield from _expand(f"{escape(Path(folder).as_posix())}/{tail[0] or '*'}")
+    else:
+        seen: set[str] = set()
+        for top in glob(head) if head else ["."]:
+            for folder, names, _ in os.walk(top, followlinks=True):
+                real = os.path.realpath(folder)
+                names[:] = [] if real in seen else sorted(name for name in names if name[0] != ".")
+                seen.add(real)
+                yield from _expand(f"{escape(Path(folder).as_posix())}/{tail[0] or '*'}")
 
 
 def _is_output(entry: Path, data_folder: Path) -> bool:

@@ -271,8 +271,11 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
             case ByteTokenizer.name:
                 return ByteTokenizer()
             case "huggingface":
-                build = from_extras("HuggingFaceTokenizer")
-                return build(values["json"], values["separator"], **values.get("options", {}))
+                return from_extras("HuggingFaceTokenizer")(
+                    values["json"],
+                    values["separator"],
+                    **values.get("options", {}),
+                )
             case name if name in (BPETokenizer.trained, *PATTERNS):
                 return BPETokenizer.from_dict(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
