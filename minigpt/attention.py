@@ -85,10 +85,14 @@ def attend_explicit(
 
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     """Whether `attend_explicit` trains faster than the fused kernel: 1.7 to 5 times, in bfloat16 on a CPU."""
-    in_training = q.dtype == torch.bfloat16 and q.device.type == "cpu" and torch.is_grad_enabled()
-    if not in_training or torch.compiler.is_exporting() or torch.jit._trace.is_tracing():  # for other lengths
-        return False
-    return k.size(2) <= _MAX_EXPLICIT
+    return (
+        q.dtype == torch.bfloat16
+        and q.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_exporting()  # for other lengths
+        and not torch.jit._trace.is_tracing()
+        and k.size(2) <= _MAX_EXPLICIT
+    )
 
 
 def _visible(T: int, S: int, mask: Tensor | None, device: torch.device) -> Tensor:

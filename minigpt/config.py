@@ -61,15 +61,22 @@ class GPTConfig:
         for name, rule in RULES.items():
             require(f"model.{name}", getattr(self, name), *rule)
         check_heads(self.n_embd, self.n_head, self.n_kv_head, self.head_dim, prefix="model.")
-        divisible = f"divisible by model.layer_repeats={self.layer_repeats}"
-        require("model.n_layer", self.n_layer, lambda v: v % self.layer_repeats == 0, divisible)
+        require(
+            "model.n_layer",
+            self.n_layer,
+            lambda v: v % self.layer_repeats == 0,
+            f"divisible by model.layer_repeats={self.layer_repeats}",
+        )
         if self.position == "rope":
             require("model.head_dim", self.head_width, lambda v: v % 2 == 0, "even with model.position=rope")
         if self.qk_norm_weights:
             require("model.qk_norm", self.qk_norm, bool, "true with model.qk_norm_weights=true")
-        low = self.rope_low_freq_factor
-        above = f"above model.rope_low_freq_factor={low}"
-        require("model.rope_high_freq_factor", self.rope_high_freq_factor, lambda v: v > low, above)
+        require(
+            "model.rope_high_freq_factor",
+            self.rope_high_freq_factor,
+            lambda v: v > self.rope_low_freq_factor,
+            f"above model.rope_low_freq_factor={self.rope_low_freq_factor}",
+        )
 
     @property
     def head_width(self) -> int:
@@ -168,8 +175,13 @@ class GPTConfig:
 def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = "") -> None:
     """Raise UserError if heads do not divide the width, or key-value heads the heads; `prefix` is that of the keys."""
     if head_dim is None:
-        advice = f"use a multiple of {n_head}, or set {prefix}head_dim"
-        require(f"{prefix}n_embd", n_embd, lambda v: v % n_head == 0, f"divisible by {prefix}n_head={n_head}", advice)
+        require(
+            f"{prefix}n_embd",
+            n_embd,
+            lambda v: v % n_head == 0,
+            f"divisible by {prefix}n_head={n_head}",
+            f"use a multiple of {n_head}, or set {prefix}head_dim",
+        )
     if n_kv_head is not None:
         require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
 

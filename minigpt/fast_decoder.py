@@ -129,8 +129,7 @@ class FastDecoder:
         visible = cache.narrow(3, first, self._end - first).unbind()  # (B, K, S, D) each
         for i, block in enumerate(self._fast_model.blocks):
             x = block(x, rotary, _CacheSlots(written, visible, 2 * i), mask)
-        logits: Tensor = self._fast_model.logits(x)
-        return logits
+        return self._fast_model.logits(x)
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
@@ -288,14 +287,12 @@ class _LargeLinear:
             return F.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 def _full_tensor(weight: Tensor) -> Tensor:
     """Return a weight without gradient, gathered if FSDP shards it."""
-    full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
-    return full
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
 
 
 def _scaled_gelu(x: Tensor) -> Tensor:

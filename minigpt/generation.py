@@ -110,12 +110,14 @@ def stream(
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
     prompt_of_samples = [prompt for prompt in prompt_ids for _ in range(num_samples)]
     samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
-    seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
 
     @torch.inference_mode()
     def steps() -> Iterator[Step]:
         decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
-        uniforms = PerSampleRNG(seeds, decoder.device)
+        uniforms = PerSampleRNG(
+            [seed + i for _ in prompt_ids for i in range(num_samples)],
+            decoder.device,
+        )
         size = decoder.logits.size(-1)
         unused = None if tokenizer is None else unused_ids(tokenizer.token_bytes, size, decoder.device)  # (V,)
         seen = None  # (B, V)

@@ -91,8 +91,7 @@ class _FixedStep:
             mine.copy_(theirs)
         for i, block in enumerate(self.model.blocks):
             x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)
-        logits: Tensor = self.model.logits(x)
-        return logits
+        return self.model.logits(x)
 
 
 @cache

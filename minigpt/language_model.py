@@ -59,8 +59,10 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
-        scheduler = LambdaLR(optimizer, self.schedule)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
+        }
 
     def on_train_start(self) -> None:
         """Weight the loss by the share of this rank in a batch: gradients are averaged over ranks."""

@@ -45,8 +45,15 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
-            T, D, base = config.block_size, config.head_width, config.rope_base
-            rotary = nn.Buffer(rotary_table(T, D, base, scaling=config.rope_scaling), persistent=False)  # (2, T, 1, D)
+            rotary = nn.Buffer(
+                rotary_table(
+                    config.block_size,
+                    config.head_width,
+                    config.rope_base,
+                    scaling=config.rope_scaling,
+                ),
+                persistent=False,
+            )  # (2, T, 1, D)
         self.rotary: Tensor | None = rotary
         # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(

@@ -23,8 +23,10 @@ from minigpt.embeddings import NGramEmbedding
 from minigpt.model import GPT, MLP, Block, Norm
 from minigpt.utils.errors import UserError
 
-_KINDS: Any = (GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention, nn.Linear, nn.Embedding)
-_KINDS += (nn.ModuleList, nn.ParameterList, nn.Identity)
+_KINDS: Any = (
+    *(GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention),
+    *(nn.Linear, nn.Embedding, nn.ModuleList, nn.ParameterList, nn.Identity),
+)
 _METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
 _EVALUATIONS = Counter[nn.Module | None]()  # that run: of modules whose mode is training; None: all
 _SETTINGS = ExitStack()  # restores those of the process
@@ -37,8 +39,10 @@ def unwrap(model: Any) -> Any:
     while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = original(model).module
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), GPTConfig):
-        expected, advice = "a GPT, or a module with its `config`", "pass the GPT inside of it"
-        raise UserError(f"the model must be {expected}, got {type(model).__name__}; {advice}")
+        raise UserError(
+            f"the model must be a GPT, or a module with its `config`, got {type(model).__name__}; "
+            f"pass the GPT inside of it"
+        )
     return model
 
 

@@ -43,8 +43,7 @@ def relu_squared(x: Tensor) -> Tensor:
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         x = F.relu(x)
         return x * x  # `square` is float32 under autocast on a GPU
-    squared: Tensor = _ReLUSquared.apply(x)[0] if torch.is_grad_enabled() else x.relu().square_()
-    return squared
+    return _ReLUSquared.apply(x)[0] if torch.is_grad_enabled() else x.relu().square_()
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -53,9 +52,12 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
-Function = Callable[..., Tensor]
-NORMS: dict[str, Function] = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_noscale": rms_norm}
-ACTIVATIONS: dict[str, Function] = {
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "layernorm": layer_norm,
+    "rmsnorm": rms_norm,
+    "rmsnorm_noscale": rms_norm,
+}
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "relu": F.relu,
@@ -87,9 +89,13 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
-    transformed = torch._C._are_functorch_transforms_active()  # by torch.func.vmap or others
-    captured = torch.compiler.is_compiling() or torch._C._is_tracing()
-    return x.is_cpu and x.dtype in dtypes and not transformed and not captured
+    return (
+        x.is_cpu
+        and x.dtype in dtypes
+        and not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and not torch._C._are_functorch_transforms_active()  # by torch.func.vmap or others
+    )
 
 
 def _autocasts_norms(x: Tensor) -> bool:

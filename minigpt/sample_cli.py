@@ -84,8 +84,13 @@ def print_score(
     ids += tokenizer.suffix
     result = score(model, ids, start)
     logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
-    total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
-    total["bits_per_byte"] = result.nats / math.log(2) / n_bytes
+    total = {
+        "tokens": len(ids),
+        "bytes": n_bytes,
+        "nats": result.nats,
+        "nats_per_token": result.nats / len(ids),
+        "bits_per_byte": result.nats / math.log(2) / n_bytes,
+    }
     if as_json:
         print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
         return

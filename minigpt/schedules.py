@@ -9,8 +9,7 @@ import math
 
 def cosine(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
     """Return the factor of a half cosine from 1 to `final_lr_frac`. Source: https://arxiv.org/abs/1608.03983"""
-    progress = _progress(step, max_steps, warmup_steps)
-    decay = 0.5 * (1 + math.cos(math.pi * progress))
+    decay = 0.5 * (1 + math.cos(math.pi * _progress(step, max_steps, warmup_steps)))
     return _warmup(step, warmup_steps) * (final_lr_frac + (1 - final_lr_frac) * decay)
 
 
