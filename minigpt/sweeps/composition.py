@@ -4,15 +4,17 @@ Hydra takes 0.2 s for a configuration, nearly all of it for its files, which the
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra._internal.defaults_list import Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.sweeps.settings import hydra_settings
 from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import log
 
 
 def compose(
@@ -50,3 +52,17 @@ def compose(
         del config["hydra"]
     OmegaConf.copy_cache(master, config)
     return config
+
+
+def values_of(override: Override) -> Iterator[str]:
+    """Return the values of a setting: one, or those over which it is swept."""
+    return override.sweep_string_iterator() if override.is_sweep_override() else iter([override.get_value_string()])
+
+
+def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
+    """Yield points that are checked; print before how many there are, and every few seconds how many are left."""
+    for done, point in enumerate(points):
+        left = n_points - done
+        if n_points > 20 and done % 250 == 0:  # 20 ms each
+            log(f"{left:,} points to check, about {left // 50 + 1} s")
+        yield point

@@ -2,11 +2,15 @@
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from minigpt.run_config import flat, use_outside_values
+from omegaconf import OmegaConf
 
+from minigpt.run_config import flat, use_outside_values
+from minigpt.utils.files import sha256_json
+
+MAX_NAME_CHARS = 120
 _RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
@@ -34,6 +38,16 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
 
 
+def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
+    """Return a name for the folder of a run with these overrides, which is none of those that are taken."""
+    short = short_names(list(values))
+    name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
+    name = re.sub(r"[^\w.,=+-]+", "-", name)
+    if len(name) <= MAX_NAME_CHARS and name not in taken:
+        return name
+    return f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(taken)])[:8]}"
+
+
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a setting, changes what a run computes; so does `resume=` with a path."""
     group = re.split("[./@=]", override.lstrip("+~"))[0]
@@ -45,8 +59,6 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
     Of references, only those to values from outside the configuration are resolved.
     """
-    from omegaconf import OmegaConf
-
     if OmegaConf.is_config(config):
         config = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
         use_outside_values(config)
@@ -56,7 +68,5 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
 def hydra_settings(config: Any) -> dict[str, Any]:
     """Return the settings of Hydra itself, not resolved, but for what it records of a composition, by dotted key."""
-    from omegaconf import OmegaConf
-
     hydra = flat({"hydra": OmegaConf.to_container(config.hydra)})
     return {key: value for key, value in hydra if not key.startswith(_RECORDED)}

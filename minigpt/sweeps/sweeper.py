@@ -6,14 +6,12 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 import itertools
 import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
 from hydra.errors import ConfigCompositionException
@@ -26,7 +24,7 @@ from minigpt.run_config import RunConfig, check_hydra, use_integers, use_outside
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import LOCK, PLAN, lock_sweep_dir, make_folder, update_latest_link, write_failure
-from minigpt.sweeps.composition import compose
+from minigpt.sweeps.composition import announced, compose, values_of
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
@@ -40,16 +38,14 @@ from minigpt.sweeps.results import (
     refresh,
     write_plan,
 )
-from minigpt.sweeps.settings import by_name, hydra_settings, is_relevant, relevant_settings, short_names
+from minigpt.sweeps.settings import by_name, folder_name, hydra_settings, is_relevant, relevant_settings
 from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.extras import from_extras
-from minigpt.utils.files import sha256_json
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import log
 
-MAX_NAME_CHARS = 120
 SAME = "same configuration as another point"
 ANOTHER_FOLDER = "choose another folder with hydra.sweep.dir=…"
 
@@ -81,12 +77,20 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
         check_hydra(config.hydra)
-        expected = "left out, because folders of runs are named by their settings"
-        require("hydra.sweep.subdir", self.hydra["hydra.sweep.subdir"], "${hydra.job.num}".__eq__, expected)
+        require(
+            "hydra.sweep.subdir",
+            self.hydra["hydra.sweep.subdir"],
+            "${hydra.job.num}".__eq__,
+            "left out, because folders of runs are named by their settings",
+        )
         exported = config.hydra.job.env_set.get("WANDB_RUN_ID") or os.environ.get("WANDB_RUN_ID")
         run_id = self.wandb and (self.wandb.get("id") or exported)
-        expected = "null in a sweep, whose runs have one each"
-        require("logger.wandb.id or WANDB_RUN_ID", run_id, lambda value: not value, expected)
+        require(
+            "logger.wandb.id or WANDB_RUN_ID",
+            run_id,
+            lambda value: not value,
+            "null in a sweep, whose runs have one each",
+        )
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.
@@ -135,7 +139,9 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def check(self, values: Mapping[str, str]) -> Point:
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
-        point = Point(self.folder / self._folder_name(values), values)
+        name = folder_name(values, self.names)
+        self.names.add(name)
+        point = Point(self.folder / name, values)
         try:
             config = self.compose(values)
             point = replace(point, settings=relevant_settings(config))
@@ -149,16 +155,19 @@ class Sweeper(hydra_sweeper.Sweeper):
             return replace(point, status=SKIPPED, reason=error_text(error))
         if self.checked.setdefault(point.identity, values) is not values:
             return replace(point, status=SKIPPED, reason=SAME)
-        folder = self.existing.get(point.identity, point).folder
-        rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
-        flops = sequences * model.block_size * model.flops_per_token()
-        validated = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
-        known = {"planned_flops": flops, "totals": {"params": model.num_params()}, "validated": validated}
-        point = refresh(replace(point, folder=folder, rungs=rungs, **known))
+        planned = replace(
+            point,
+            folder=self.existing.get(point.identity, point).folder,
+            rungs=rung_steps(config) if self.prune else (),
+            planned_flops=sequences * model.block_size * model.flops_per_token(),
+            totals={"params": model.num_params()},
+            validated=corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches),
+        )
+        point = refresh(planned)
         weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
         if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
-            raise UserError(f"{folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
+            raise UserError(f"{point.folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
         return point
 
     def _check_unchanged(self, point: Point) -> None:
@@ -274,8 +283,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
         config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
         added = list(overrides[len(self._overrides(point.overrides)) :])
-        for override in OverridesParser.create().parse_overrides(added):
-            OmegaConf.update(config, override.key_or_group, override.value())
+        self.loader._apply_overrides_to_config(OverridesParser.create().parse_overrides(added), config)
         return config
 
     def _report(self) -> None:
@@ -304,15 +312,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         others = [refresh(point) for identity, point in self.existing.items() if identity not in ours]
         write_plan(self.folder, self.fixed, [*self.points, *others])
 
-    def _folder_name(self, values: Mapping[str, str]) -> str:
-        short = short_names(list(values))
-        name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
-        name = re.sub(r"[^\w.,=+-]+", "-", name)
-        if len(name) > MAX_NAME_CHARS or name in self.names:
-            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(self.names)])[:8]}"
-        self.names.add(name)
-        return name
-
 
 class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
@@ -323,11 +322,13 @@ class Grid(Sweeper):
                 raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
         axes = [[*itertools.islice(values_of(axis), self.max_points + 1)] for axis in self.axes.values()]
         n_points = math.prod(map(len, axes))
-        if n_points > self.max_points:
-            raise UserError(
-                f"hydra.sweeper.max_points must be at least {n_points}, the points of the grid, got {self.max_points}; "
-                "set it, give fewer values, or search with hydra/sweeper=optuna"
-            )
+        require(
+            "hydra.sweeper.max_points",
+            self.max_points,
+            lambda most: most >= n_points,
+            f"at least {n_points}, the points of the grid",
+            "set it, give fewer values, or search with hydra/sweeper=optuna",
+        )
         for values in announced(itertools.product(*axes), n_points):
             self.points.append(self.in_job(self.check)(dict(zip(self.axes, values, strict=True))))
         if not self.points:
@@ -339,17 +340,3 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
-
-
-def values_of(override: Override) -> Iterator[str]:
-    """Return the values of a setting: one, or those over which it is swept."""
-    return override.sweep_string_iterator() if override.is_sweep_override() else iter([override.get_value_string()])
-
-
-def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
-    """Yield points that are checked; print before how many there are, and every few seconds how many are left."""
-    for done, point in enumerate(points):
-        left = n_points - done
-        if n_points > 20 and done % 250 == 0:  # 20 ms each
-            log(f"{left:,} points to check, about {left // 50 + 1} s")
-        yield point

@@ -7,9 +7,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from minigpt.sweeps.composition import values_of
 from minigpt.sweeps.pruning import loss_at, paused_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
-from minigpt.sweeps.sweeper import Sweeper, values_of
+from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.checks import POSITIVE_INT, as_integer
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import import_extra
