@@ -142,12 +142,11 @@ def check_run(cfg: DictConfig) -> None:
         )
     strategy, averages = OmegaConf.select(cfg, "trainer.strategy._target_", default=""), cfg.get("ema_decay")
     if averages is not None and strategy.endswith(".FSDP"):  # which cannot hold averages of another dtype
-        expected = f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}"
         require(
             "trainer.precision",
             cfg.trainer.precision,
             lambda precision: not str(precision).endswith("16-true"),
-            expected,
+            f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}",
             "use bf16-mixed",
         )
     if cfg.get("minutes") is not None:
@@ -236,7 +235,6 @@ _REQUIRED = {
     "schedule": ("_target_",),
     "trainer": ("accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"),
 }
-_MODELS = "a run folder, a checkpoint, or a folder or id of Hugging Face"
 # The settings that each rule is for. Not every optimizer, schedule and strategy has all of them.
 _RULES: dict[checks.Rule, tuple[str, ...]] = {
     POSITIVE_INT: (
@@ -271,7 +269,12 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     ),
     (lambda v: isinstance(v, str) and v != "", "a folder"): ("data.folder",),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
-    or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
+    or_null(
+        (
+            lambda v: isinstance(v, str) and v != "",
+            "a run folder, a checkpoint, or a folder or id of Hugging Face",
+        )
+    ): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
     or_null((lambda v: isinstance(v, str) and v != "", "a text")): ("data.separator",),
 }

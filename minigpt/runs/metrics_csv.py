@@ -66,7 +66,6 @@ def _read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _write_rows(file: Path, names: Collection[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write `metrics.csv`."""
     with atomic_write(file) as partial, open(partial, "w", newline="", encoding="utf-8") as output:
         writer = csv.DictWriter(output, names)
         writer.writeheader()

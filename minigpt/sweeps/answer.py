@@ -87,8 +87,10 @@ def _effect(
     places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
     if worse:
         near = worse[0]
-        text = f"{short} matters: {values[best]} is better than {values[near]} by {worse_by[near]:.4f} ± "
-        text += f"{margin[near]:.4f}{on_average}"
+        text = (
+            f"{short} matters: {values[best]} is better than {values[near]} "
+            f"by {worse_by[near]:.4f} ± {margin[near]:.4f}{on_average}"
+        )
         if len(worse) == n - 1 and len(numbers(complete, name)) == n:
             tried, value = numbers(rows, name), float(values[best])  # tried: also by runs that are not compared
             ends = {tried[-1]: "largest"} | ({} if value in (0, 1) else {tried[0]: "smallest"})
@@ -97,8 +99,11 @@ def _effect(
     elif places:
         text = f"{short} matters, but no effect on average is found: {_some(places)}"
     else:
-        text = f"No effect of {short} is found: {_listed(values)} differ by less than "
-        text += f"{worse_by.max() + margin.max():.4f}{on_average}; more seeds would show smaller differences"
+        text = (
+            f"No effect of {short} is found: {_listed(values)} differ by less than "
+            f"{worse_by.max() + margin.max():.4f}{on_average}; "
+            "more seeds would show smaller differences"
+        )
     return float(worse_by.max()), f"{text}."
 
 

@@ -114,8 +114,13 @@ class Launcher(hydra_launcher.Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         sweeper, ours = config.hydra.sweeper["_target_"], "hydra_plugins.minigpt_sweeps."
-        advice = "or set hydra/launcher=basic"
-        require("hydra/sweeper", sweeper, lambda name: name.startswith(ours), "grid or optuna", advice)
+        require(
+            "hydra/sweeper",
+            sweeper,
+            lambda name: name.startswith(ours),
+            "grid or optuna",
+            "or set hydra/launcher=basic",
+        )
         require("hydra.launcher.n_jobs", self.n_jobs, *or_null(POSITIVE_INT))
         os.environ.pop("MASTER_PORT", None)  # jobs at the same time need one each
         self.config = config

@@ -140,8 +140,8 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
         of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
         compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
-        rest = [row for row in rows if row not in complete]
-        rows = [*sorted(compared, key=lambda row: row.loss or 0.0), *rest]
+        compared.sort(key=lambda row: row.loss or 0.0)
+        rows = [*compared, *(row for row in rows if row not in complete)]
     return rows
 
 

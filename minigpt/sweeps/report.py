@@ -87,8 +87,12 @@ def print_table(rows: Sequence[Row]) -> None:
         shown.pop(unneeded, None)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for name in shown:
-            justify: Any = "right" if name == "params" else "left"
-            table.add_column(name, justify=justify, overflow="fold", min_width=min(len(name), 16))
+            table.add_column(
+                name,
+                justify="right" if name == "params" else "left",
+                overflow="fold",
+                min_width=min(len(name), 16),
+            )
         for row, line in zip(rows, cells, strict=True):
             style = "dim" if not row.losses else "bold" if row is best else None
             table.add_row(*(cell for name, cell in zip(header, line, strict=True) if name in shown), style=style)
@@ -136,9 +140,13 @@ def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[
     header, cells = _table(rows)
     lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, *cells)]
     lines.insert(1, "| --- " * len(header) + "|")
-    text = [f"# {_escape(sanitize_line(title))}", "", *(f"- {_escape(sentence)}" for sentence in sentences), ""]
+    text = [
+        *(f"# {_escape(sanitize_line(title))}", ""),
+        *(f"- {_escape(sentence)}" for sentence in sentences),
+        *("", f"![the runs of the sweep]({PLOT})", ""),
+        *(*lines, ""),
+    ]
     with atomic_write(file) as partial:
-        text += [f"![the runs of the sweep]({PLOT})", "", *lines, ""]
         partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
 
 
@@ -153,10 +161,13 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
     losses = ["val_loss", "val_bits_per_byte", "interval", "difference", "difference_interval", "tied"]
     table: list[list[Any]] = [["rank", *names, *losses, "seeds", *_COSTS, "status", "reason"]]
     for rank, row in zip(_ranks(rows), rows, strict=True):
-        cells: list[Any] = [rank, *(row.overrides.get(name, "") for name in names)]
-        cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
-        cells += [row.tied if row.margin is not None else "", row.n_seeds, *map(row.mean_of, _COSTS)]
-        table.append([*cells, row.status, row.reason])
+        cells = [
+            *(rank, *(row.overrides.get(name, "") for name in names)),
+            *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
+            *(row.difference, row.margin, row.tied if row.margin is not None else "", row.n_seeds),
+            *(*map(row.mean_of, _COSTS), row.status, row.reason),
+        ]
+        table.append(cells)
     _write_csv(file, table)
 
 
@@ -174,8 +185,10 @@ def write_runs(file: Path, rows: Sequence[Row]) -> None:
 
 def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
-    encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
-    with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
+    with (
+        atomic_write(file) as partial,
+        open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened,
+    ):
         csv.writer(opened).writerows(table)
 
 
@@ -187,8 +200,13 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     if logger := instantiate(wandb_config, folder=str(folder), **named, _convert_="object"):  # on rank 0
         import wandb
 
-        tables = {"sweep": _wandb_table(folder / TABLE), "runs": _wandb_table(folder / RUNS)}
-        logger.log_metrics({**tables, "plot": wandb.Image(str(folder / PLOT))})
+        logger.log_metrics(
+            {
+                "sweep": _wandb_table(folder / TABLE),
+                "runs": _wandb_table(folder / RUNS),
+                "plot": wandb.Image(str(folder / PLOT)),
+            }
+        )
         logger.finish({"answer": "\n".join(sentences)})
 
 

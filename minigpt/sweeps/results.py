@@ -186,8 +186,7 @@ def refresh(point: Point) -> Point:
     if corpus := summary.get("corpus_sha256"):
         weights = (summary.get("init_from") or {}).get("sha256")
         measured["origin"] = origin(corpus, weights, summary.get("resumed_from"))
-    if summary.get("validated"):
-        measured["validated"] = str(summary["validated"])
+    measured["validated"] = str(summary.get("validated") or point.validated)
     return replace(point, status=status, reason=str(summary.get("reason") or ""), **measured)
 
 
@@ -205,14 +204,22 @@ def _measure(file: Path) -> dict[str, Any]:
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
     bits = {at: loss for at, loss in columns.get("val_bits_per_byte", ()) if isfinite(loss)}
-    totals: dict[str, Any] = {**last, LOSS_NAMES[NATS]: best}  # last has seconds and tokens/s
-    totals |= {LOSS_NAMES[BITS]: bits.get(best_step), "steps": steps, "tokens": round(steps * tokens / step)}
+    totals: dict[str, Any] = {
+        **last,  # has seconds and tokens/s
+        LOSS_NAMES[NATS]: best,
+        LOSS_NAMES[BITS]: bits.get(best_step),
+        "steps": steps,
+        "tokens": round(steps * tokens / step),
+    }
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
     trained = [loss for _, loss in columns.get("train_loss", ())]
-    diverged = bool(trained) and trained[-1] > DIVERGED * min(trained)
-    curve = [(round(at * tokens / step), loss) for at, loss in losses]
-    return {"totals": _finite(totals), "curve": curve, "bits": bits, "diverged": diverged}
+    return {
+        "totals": _finite(totals),
+        "curve": [(round(at * tokens / step), loss) for at, loss in losses],
+        "bits": bits,
+        "diverged": bool(trained) and trained[-1] > DIVERGED * min(trained),
+    }
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -226,14 +233,18 @@ def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Poi
     if Path(name).name != name or len(name) > 255:
         raise ValueError("a folder is not a file name")
     overrides = {key: str(value) for key, value in entry["overrides"].items()}
-    status, reason = str(entry["status"]), str(entry["reason"])
-    point = Point(folder / name, overrides, status, reason, totals=_finite({"params": entry["params"]}))
+    point = Point(
+        folder / name,
+        overrides,
+        str(entry["status"]),
+        str(entry["reason"]),
+        totals=_finite({"params": entry["params"]}),
+    )
     own = point.written if entry["settings"] is None else entry["settings"]  # None: it did not compose
     return replace(point, settings={**shared, **own})
 
 
 def _read_run(folder: Path) -> Point:
-    """Read the settings of a run."""
     overrides = _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml", {})
     config = folder / ".hydra/config.yaml"
     settings = _read_or_warn(_read_settings, config, {}) if config.exists() else {}

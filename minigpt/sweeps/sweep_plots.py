@@ -108,8 +108,12 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot validation loss over tokens for every run, the best rows in color."""
     ends = []
     for rank, row in enumerate(rows):
-        style: dict[str, Any] = {"color": _rank_color(rank), "linewidth": 2.5 if rank == 0 else 1.2}
-        style |= {"linestyle": "-" if row.status == COMPLETED else ":", "zorder": 3 - rank / len(rows)}
+        style: dict[str, Any] = {
+            "color": _rank_color(rank),
+            "linewidth": 2.5 if rank == 0 else 1.2,
+            "linestyle": "-" if row.status == COMPLETED else ":",
+            "zorder": 3 - rank / len(rows),
+        }
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
             scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)

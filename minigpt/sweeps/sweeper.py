@@ -283,7 +283,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
         config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
         added = list(overrides[len(self._overrides(point.overrides)) :])
-        self.loader._apply_overrides_to_config(OverridesParser.create().parse_overrides(added), config)
+        for override in OverridesParser.create().parse_overrides(added):
+            OmegaConf.update(config, override.key_or_group, override.value())
         return config
 
     def _report(self) -> None:
