@@ -216,8 +216,11 @@ def _advice(cfg: DictConfig, key: str, value: Any) -> str:
 
 def _are_local(value: Any) -> bool:
     paths = [value] if isinstance(value, str) else value
-    known = isinstance(paths, Sequence) and len(paths) > 0
-    return known and all(isinstance(path, str) and "://" not in path for path in paths)
+    return (
+        isinstance(paths, Sequence)
+        and len(paths) > 0
+        and all(isinstance(path, str) and "://" not in path for path in paths)
+    )
 
 
 def _are_betas(value: Any) -> bool:

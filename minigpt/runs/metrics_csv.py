@@ -46,8 +46,6 @@ def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
 
 def truncate_metrics(file: Path, step: int) -> None:
     """Remove damaged rows and those after `step`; a file without rows is removed."""
-    if not file.exists():
-        return
     names, rows = _read_rows(file)
     valid = [row for row in rows if _parse(row)]
     if len(valid) < len(rows):

@@ -183,7 +183,8 @@ def truncate_logs(folder: Path, step: int) -> None:
     if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
-    truncate_metrics(folder / METRICS, step)
+    if (metrics := folder / METRICS).exists():
+        truncate_metrics(metrics, step)
     if (samples := folder / SAMPLES).exists():
         text = samples.read_text(encoding="utf-8", errors="replace")
         later = (header.start() for header in _HEADER.finditer(text) if header[1] is None or int(header[1]) > step)
@@ -234,8 +235,10 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
     """Print the sample, or that the run paused, the best loss, and the paths of the results."""
     sample = escape_control_chars(sample) if sys.stdout.isatty() else sample
     if summary["status"] == "paused":  # without a sample
-        how = "to continue, run the same command with resume=auto pause_at=null and this run folder as hydra.run.dir"
-        sample = f"paused at step {summary['steps']}; {how}"
+        sample = (
+            f"paused at step {summary['steps']}; to continue, run the same command with "
+            "resume=auto pause_at=null and this run folder as hydra.run.dir"
+        )
     print(f"{sample.strip()}\n")
     if summary["stopped_early"]:
         print(sanitize_line(summary["reason"]))
@@ -248,10 +251,12 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
             print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")
-    print(f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s")
     run = sanitize_line(str(short_path(folder)))
-    print(f"run folder       {run}")
-    print(f"curves           {run}/{CURVES}")
+    print(
+        f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s\n"
+        f"run folder       {run}\n"
+        f"curves           {run}/{CURVES}"
+    )
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
         print(f"best checkpoint  {run}/{summary['checkpoint']}")
         print(f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}")

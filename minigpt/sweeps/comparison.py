@@ -68,9 +68,7 @@ class Comparison:
 
 @lru_cache
 def _range_quantile(error: float, n: int, freedom: int) -> float:
-    if n < 2:
-        return 0.0
-    return float(scipy.stats.studentized_range.ppf(1 - error, n, freedom))
+    return float(scipy.stats.studentized_range.ppf(1 - error, n, freedom)) if n > 1 else 0.0
 
 
 def compare(losses: Array) -> Comparison | None:

@@ -33,8 +33,11 @@ def compose(
     """
     parse = OverridesParser.create().parse_overrides
     parsed = [override for text in line for override in once(parse, [text])]
-    find = loader._parse_overrides_and_create_caching_repo
-    _, groups = once(find, master.hydra.job.config_name, [*master.hydra.overrides.hydra])
+    _, groups = once(
+        loader._parse_overrides_and_create_caching_repo,
+        master.hydra.job.config_name,
+        [*master.hydra.overrides.hydra],
+    )
 
     def by_hydra(*overrides: str) -> bytes:
         config = loader.load_sweep_config(master, [*overrides])

@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import loky
 from hydra.core.utils import env_override, setup_globals
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
@@ -113,11 +114,10 @@ class Launcher(hydra_launcher.Launcher):
     batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        sweeper, ours = config.hydra.sweeper["_target_"], "hydra_plugins.minigpt_sweeps."
         require(
             "hydra/sweeper",
-            sweeper,
-            lambda name: name.startswith(ours),
+            config.hydra.sweeper["_target_"],
+            lambda name: name.startswith("hydra_plugins.minigpt_sweeps."),
             "grid or optuna",
             "or set hydra/launcher=basic",
         )
@@ -200,9 +200,7 @@ class Joblib(Launcher):
         require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
 
     def start(self, jobs: int) -> list[Any]:
-        from loky import cpu_count
-
-        cores, trainer = cpu_count(), self.config.trainer
+        cores, trainer = loky.cpu_count(), self.config.trainer
         one_device = trainer.devices == 1
         gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
         workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
@@ -217,10 +215,14 @@ class _Worker:
     """A worker process, which is replaced after it died; `env` is added to its environment."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        from loky import ProcessPoolExecutor
-
         self.env = env
-        self.start = partial(ProcessPoolExecutor, 1, initializer=_init_worker, initargs=(os.getpid(),), env=env)
+        self.start = partial(
+            loky.ProcessPoolExecutor,
+            1,
+            initializer=_init_worker,
+            initargs=(os.getpid(),),
+            env=env,
+        )
         self.executor = self.start()
         atexit.register(lambda: self.executor.shutdown())  # later, loky prints ignored errors of its own
 

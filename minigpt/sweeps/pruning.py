@@ -25,9 +25,8 @@ def rung_steps(cfg: Any) -> list[int]:
         UserError: a setting is incompatible with pruning.
     """
     given, steps, every = "with hydra.sweeper.prune=true", cfg.max_steps, cfg.eval_every
-    require("pause_at", cfg.pause_at, [None].__contains__, f"null {given}")
-    require("resume", cfg.resume, [None].__contains__, f"null or auto {given}")
-    require("minutes", cfg.minutes, [None].__contains__, f"null {given}")
+    for key, expected in (("pause_at", "null"), ("resume", "null or auto"), ("minutes", "null")):
+        require(key, cfg[key], lambda value: value is None, f"{expected} {given}")
     require("eval_every", every, lambda n: 4 * n < steps, f"< {steps / 4:g} (max_steps / 4) {given}")  # distinct rungs
     return [ceil(rung * steps / every) * every for rung in RUNGS]
 

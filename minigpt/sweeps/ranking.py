@@ -137,11 +137,16 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
-        of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
-        of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
-        compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
-        compared.sort(key=lambda row: row.loss or 0.0)
-        rows = [*compared, *(row for row in rows if row not in complete)]
+        best = int(np.argmin(comparison.means))
+        of = np.array([comparison.means, comparison.interval, *comparison.against(best)]).T.tolist()
+        compared = [
+            replace(row, adjusted=adjusted, interval=interval, difference=difference, margin=margin)
+            for row, (adjusted, interval, difference, margin) in zip(complete, of, strict=True)
+        ]
+        rows = [
+            *sorted(compared, key=lambda row: row.loss or 0.0),
+            *(row for row in rows if row not in complete),
+        ]
     return rows
 
 

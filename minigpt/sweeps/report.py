@@ -80,8 +80,12 @@ def print_table(rows: Sequence[Row]) -> None:
 
     header, cells = _table(rows)
     best = None if incomparable(rows) else rows[0]
-    width = None if sys.stdout.isatty() else 100_000
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else 100_000,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
     shown = dict.fromkeys(header)
     for unneeded in ("", *(["status"] if all(row.status == COMPLETED for row in rows) else []), "params", "bits/byte"):
         shown.pop(unneeded, None)
@@ -116,16 +120,23 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of the table."""
     names, compared = rows[0].short_names, any(row.margin for row in rows)
     differences = ["from the best"] if compared else []
     header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status"]
     cells = []
     for rank, row in zip(_ranks(rows), rows, strict=True):
         place, params = f"{rank}*" if rank and row.provisional else rank, row.mean_of("params")
-        line = [place, *map(row.value, names), _format_loss(row, NATS)]
-        line += [_format_difference(row)] if compared else []
-        cells.append([*line, _format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status])
+        cells.append(
+            [
+                place,
+                *map(row.value, names),
+                _format_loss(row, NATS),
+                *([_format_difference(row)] if compared else []),
+                _format_loss(row, BITS),
+                "–" if params is None else f"{params:,.0f}",
+                row.status,
+            ]
+        )
     return [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
 
 
@@ -158,16 +169,25 @@ def _escape(text: str) -> str:
 def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked rows. Intervals and differences are in the unit of the ranking."""
     names = list(rows[0].short_names)
-    losses = ["val_loss", "val_bits_per_byte", "interval", "difference", "difference_interval", "tied"]
-    table: list[list[Any]] = [["rank", *names, *losses, "seeds", *_COSTS, "status", "reason"]]
-    for rank, row in zip(_ranks(rows), rows, strict=True):
-        cells = [
-            *(rank, *(row.overrides.get(name, "") for name in names)),
-            *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
-            *(row.difference, row.margin, row.tied if row.margin is not None else "", row.n_seeds),
-            *(*map(row.mean_of, _COSTS), row.status, row.reason),
+    table: list[list[Any]] = [
+        [
+            *("rank", *names),
+            *("val_loss", "val_bits_per_byte", "interval"),
+            *("difference", "difference_interval", "tied"),
+            *("seeds", *_COSTS),
+            *("status", "reason"),
         ]
-        table.append(cells)
+    ]
+    for rank, row in zip(_ranks(rows), rows, strict=True):
+        table.append(
+            [
+                *(rank, *(row.overrides.get(name, "") for name in names)),
+                *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
+                *(row.difference, row.margin, row.tied if row.margin is not None else ""),
+                *(row.n_seeds, *map(row.mean_of, _COSTS)),
+                *(row.status, row.reason),
+            ]
+        )
     _write_csv(file, table)
 
 
@@ -177,9 +197,14 @@ def write_runs(file: Path, rows: Sequence[Row]) -> None:
     table: list[list[Any]] = [[*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]]
     for row in rows:
         for point in row.points:
-            totals = [point.totals.get(name) for name in (*LOSS_NAMES.values(), "steps", *_COSTS)]
-            settings = [row.overrides.get(name, "") for name in names]
-            table.append([*settings, point.seed, *totals, point.status, point.reason, point.folder])
+            table.append(
+                [
+                    *(row.overrides.get(name, "") for name in names),
+                    point.seed,
+                    *(point.totals.get(name) for name in (*LOSS_NAMES.values(), "steps", *_COSTS)),
+                    *(point.status, point.reason, point.folder),
+                ]
+            )
     _write_csv(file, table)
 
 
@@ -202,25 +227,23 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
 
         logger.log_metrics(
             {
-                "sweep": _wandb_table(folder / TABLE),
-                "runs": _wandb_table(folder / RUNS),
+                "sweep": wandb.Table(*_read_table(folder / TABLE)),
+                "runs": wandb.Table(*_read_table(folder / RUNS)),
                 "plot": wandb.Image(str(folder / PLOT)),
             }
         )
         logger.finish({"answer": "\n".join(sentences)})
 
 
-def _wandb_table(file: Path) -> Any:
-    """Read a table for Weights & Biases; a column of numbers has numbers, and None where a cell is empty."""
-    import wandb
-
+def _read_table(file: Path) -> tuple[list[str], list[list[Any]]]:
+    """Read a header and rows; a column of numbers has numbers, and None where a cell is empty."""
     with open(file, newline="", encoding="utf-8") as opened:
         header, *lines = list[list[Any]](csv.reader(opened))
     columns = [[*column] for column in zip(*lines, strict=True)]
     for i, column in enumerate(columns):
         with suppress(ValueError):
             columns[i] = [float(cell) if cell else None for cell in column]
-    return wandb.Table(header, [[*line] for line in zip(*columns, strict=True)])
+    return header, [[*line] for line in zip(*columns, strict=True)]
 
 
 def _full_name(rows: Sequence[Row], along: str) -> str:

@@ -177,11 +177,11 @@ def refresh(point: Point) -> Point:
     if point.status == SKIPPED:
         return point
     folder = point.folder
-    summary = _read_or_warn(lambda file: read_summary(file.parent), folder / SUMMARY, {})
+    summary = _read_or_warn(lambda file: read_summary(file.parent), folder / SUMMARY)
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    measured = _read_or_warn(_measure, folder / METRICS, {})
+    measured = _read_or_warn(_measure, folder / METRICS)
     measured["totals"] = {**point.totals, **measured.get("totals", {}), **_finite(summary)}
     if corpus := summary.get("corpus_sha256"):
         weights = (summary.get("init_from") or {}).get("sha256")
@@ -232,10 +232,9 @@ def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Poi
     name = entry["folder"]
     if Path(name).name != name or len(name) > 255:
         raise ValueError("a folder is not a file name")
-    overrides = {key: str(value) for key, value in entry["overrides"].items()}
     point = Point(
         folder / name,
-        overrides,
+        {key: str(value) for key, value in entry["overrides"].items()},
         str(entry["status"]),
         str(entry["reason"]),
         totals=_finite({"params": entry["params"]}),
@@ -245,9 +244,9 @@ def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Poi
 
 
 def _read_run(folder: Path) -> Point:
-    overrides = _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml", {})
+    overrides = _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml")
     config = folder / ".hydra/config.yaml"
-    settings = _read_or_warn(_read_settings, config, {}) if config.exists() else {}
+    settings = _read_or_warn(_read_settings, config) if config.exists() else {}
     return Point(folder, overrides, settings=settings)
 
 
@@ -267,10 +266,10 @@ def _read_overrides(file: Path) -> dict[str, str]:
     return {name: text.partition("=")[2] for name, text in named.items()}
 
 
-def _read_or_warn(read: Callable[[Path], Any], file: Path, default: Any) -> Any:
-    """Read a file of a run; warn and return a default if it is damaged."""
+def _read_or_warn(read: Callable[[Path], dict[str, Any]], file: Path) -> dict[str, Any]:
+    """Read a file of a run; warn and return nothing of it if it is damaged."""
     try:
         return read(file)
     except (OSError, ValueError, ArithmeticError, AttributeError, RecursionError, csv.Error, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); it is left out")
-        return default
+        return {}

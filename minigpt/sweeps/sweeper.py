@@ -73,7 +73,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
         self.checked: dict[str, Mapping[str, str]] = {}  # values of the possible points, by identity
-        self.names: set[str] = set()  # of folders
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
         check_hydra(config.hydra)
@@ -123,13 +122,16 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in announced(existing, len(existing)):
             self.in_job(self._check_unchanged)(point)
         self.existing = {point.identity: point for point in existing}
-        self.names.update(point.folder.name for point in existing)
+        self.names = {point.folder.name for point in existing}
         for batch in self.batches():
             self._run(batch)
         self._report()
         if paused := sum(point.status == PAUSED for point in self.points):
-            settings = f"hydra.sweep.dir={quote_path(self.folder)} resume=auto hydra.sweeper.prune=false pause_at=null"
-            log(f"{paused} of {len(self.points)} runs paused; to complete them, run the same command with {settings}")
+            log(
+                f"{paused} of {len(self.points)} runs paused; to complete them, "
+                f"run the same command with hydra.sweep.dir={quote_path(self.folder)} "
+                "resume=auto hydra.sweeper.prune=false pause_at=null"
+            )
         if failed := sum(point.pending for point in self.points) - paused:
             raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
 
@@ -215,8 +217,10 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
         rungs = {tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs) for point in self.points}
         if len(rungs - {()}) > 1:
-            expected = "let all points validate at the same fractions of max_steps with hydra.sweeper.prune=true"
-            raise UserError(f"eval_every must {expected}; use one that divides max_steps / 8")
+            raise UserError(
+                "eval_every must let all points validate at the same fractions of max_steps "
+                "with hydra.sweeper.prune=true; use one that divides max_steps / 8"
+            )
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
@@ -263,7 +267,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points[:] = map(refresh, self.points)
 
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
-        """Return the command line of a run."""
         names = {
             "hydra.run.dir": point.folder,
             "hydra.sweep.dir": self.folder,
