@@ -24,7 +24,6 @@ from minigpt.utils.scripts import INSTALLED, ROOT, usage
 from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
-LATEST = "latest"  # link to the newest run, beside the run folders
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 LOCK = ".lock"
@@ -162,7 +161,7 @@ def update_latest_link(folder: Path) -> None:
     if (folder.parent / PLAN).exists():
         return
     with suppress(OSError):  # some file systems have no links
-        if (latest := folder.parent / LATEST).is_symlink() and (
+        if (latest := folder.parent / "latest").is_symlink() and (
             not latest.exists() or any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
         ):  # of a run or a sweep, or broken; else it is the user's
             latest.unlink()

@@ -32,8 +32,13 @@ def answer(rows: Sequence[Row]) -> list[str]:
     if comparison is None or len(complete) == 1:
         reason, *advice = _unknown_noise(complete)
         return [f"{lowest} {reason}", *advice, *told]
-    settings = _settings(complete, comparison, rows)
-    return [f"{lowest} {_others(complete)}", *settings, *_noise(complete), *_late(complete), *told]
+    return [
+        f"{lowest} {_others(complete)}",
+        *_settings(complete, comparison, rows),
+        *_noise(complete),
+        *_late(complete),
+        *told,
+    ]
 
 
 def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:

@@ -105,5 +105,12 @@ def compare(losses: Array) -> Comparison | None:
         left = np.eye(counts[i]) - x[runs_of] @ inverse[:, runs_of]
         freedoms[i] = np.linalg.matrix_rank(left, 1e-9)
         own[i] = max(0.0, residuals[runs_of] @ np.linalg.pinv(left, 1e-9) @ residuals[runs_of] / freedoms[i])
-    covariance = (inverse @ inverse.T)[:rows, :rows]
-    return Comparison(fitted[:rows], interval, covariance, noise**0.5, freedom, own / counts, freedoms)
+    return Comparison(
+        means=fitted[:rows],
+        interval=interval,
+        covariance=(inverse @ inverse.T)[:rows, :rows],
+        noise=noise**0.5,
+        freedom=freedom,
+        own_variances=own / counts,
+        own_freedoms=freedoms,
+    )

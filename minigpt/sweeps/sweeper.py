@@ -83,10 +83,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             "left out, because folders of runs are named by their settings",
         )
         exported = config.hydra.job.env_set.get("WANDB_RUN_ID") or os.environ.get("WANDB_RUN_ID")
-        run_id = self.wandb and (self.wandb.get("id") or exported)
         require(
             "logger.wandb.id or WANDB_RUN_ID",
-            run_id,
+            self.wandb and (self.wandb.get("id") or exported),
             lambda value: not value,
             "null in a sweep, whose runs have one each",
         )
@@ -275,9 +274,12 @@ class Sweeper(hydra_sweeper.Sweeper):
         }
         can_resume = "resume" not in point.settings or any(point.folder.glob("checkpoints/*.safetensors"))
         resumes = can_resume and (self.prune or self.cfg.resume == "auto")
-        overrides = self._overrides(point.overrides) + (["resume=auto"] if resumes else [])
-        overrides += [] if rung is None else [f"pause_at={point.rungs[rung]}"]
-        return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
+        return [
+            *self._overrides(point.overrides),
+            *(["resume=auto"] if resumes else []),
+            *([] if rung is None else [f"pause_at={point.rungs[rung]}"]),
+            *(f"{key}={quote_override(name)}" for key, name in names.items()),
+        ]
 
     def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
         """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
