@@ -184,8 +184,12 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
 
 def incomparable(rows: Sequence[Row]) -> str:
     """Return why the losses of rows do not compare, though their unit is the same; empty if they do."""
-    points = [point for row in rows for point in row.points if point.loss(row.unit) is not None]
-    parts = {point.validated: point.folder.name for point in points if point.validated}
+    parts = {
+        point.validated: point.folder.name
+        for row in rows
+        for point in row.points
+        if point.validated and point.loss(row.unit) is not None
+    }
     if len(parts) > 1:
         advice = "; eval_batches=null validates on the whole split" if " windows " in "".join(parts) else ""
         which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())

@@ -163,7 +163,11 @@ class Sweeper(hydra_sweeper.Sweeper):
             rungs=rung_steps(config) if self.prune else (),
             planned_flops=sequences * model.block_size * model.flops_per_token(),
             totals={"params": model.num_params()},
-            validated=corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches),
+            validated=corpus.validated_part(
+                model.block_size,
+                config.data.eval_batch_size,
+                config.eval_batches,
+            ),
         )
         point = refresh(planned)
         weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
