@@ -235,7 +235,7 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
         logger.finish({"answer": "\n".join(sentences)})
 
 
-def _read_table(file: Path) -> tuple[list[str], list[list[Any]]]:
+def _read_table(file: Path) -> tuple[list[Any], list[list[Any]]]:
     """Read a header and rows; a column of numbers has numbers, and None where a cell is empty."""
     with open(file, newline="", encoding="utf-8") as opened:
         header, *lines = list[list[Any]](csv.reader(opened))
