@@ -36,11 +36,10 @@ from minigpt.run_config import RunConfig
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.metrics import MetricsCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
-from minigpt.runs.callbacks.samples import only_a_warning, sample_text
+from minigpt.runs.callbacks.samples import only_a_warning, sample_text, wandb_loggers
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.lightning_workarounds import end_with_rank_zero, is_resume_error, unscale_before_clipping
 from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_config
-from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.extras import from_extras

@@ -4,7 +4,6 @@ import glob
 import inspect
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from html import escape
@@ -12,14 +11,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import lightning.pytorch as L
+import requests
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 
 from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.utils.checks import one_of, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
+from minigpt.utils.terminal import is_rank_zero, log, warn
 
 _FOLDER = "wandb/folder.txt"  # the path of the run folder, to which the id of the run belongs
 # Arguments of wandb.init that are set here, or that would make a run other than that of the folder.
@@ -41,8 +41,6 @@ class Wandb(WandbLogger):
 
     def log_html(self, name: str, text: str) -> None:
         """Log a text as HTML, because tables and artifacts make the client wait for the server."""
-        import wandb
-
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
@@ -50,8 +48,6 @@ class Wandb(WandbLogger):
 
         W&B shows a run as finished or failed by the exit code, and as preempted if it will be requeued.
         """
-        import wandb
-
         with self.ignore_lost_client():
             self.experiment.summary.update(dict(summary))
             if exit_code == os.EX_TEMPFAIL:
@@ -85,16 +81,18 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     """
     if not is_rank_zero():
         return None
-    import wandb
-
     known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
         raise UserError(
             f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; "
             "its files are in hydra.run.dir, and checkpoints are not uploaded"
         )
-    modes = or_null(one_of(("online", "offline", "disabled", "shared")))
-    require("logger.wandb.mode or WANDB_MODE", options.get("mode") or os.environ.get("WANDB_MODE") or None, *modes)
+    mode = options.get("mode") or os.environ.get("WANDB_MODE") or None
+    require(
+        "logger.wandb.mode or WANDB_MODE",
+        mode,
+        *or_null(one_of(("online", "offline", "disabled", "shared"))),
+    )
     if "WANDB_SERVICE" not in os.environ:  # of a client that runs
         # Its error reports wait for an unresponsive server, for 20 s at exit.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -110,10 +108,7 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     with suppress(OSError):  # wandb writes elsewhere if it cannot write here
         (folder / _FOLDER).write_bytes(os.fsencode(folder.resolve()))
     if run.offline:
-        print(
-            sanitize_line(f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}"),
-            file=sys.stderr,
-        )
+        log(f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}")
     run.define_metric("*", step_metric="trainer/global_step")
     return Wandb(experiment=run)
 
@@ -125,9 +120,6 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
         active: a run of the user that continues, if any.
         options: those that are settings are taken out.
     """
-    import requests
-    import wandb
-
     session = wandb.setup().settings  # of files, and of variables as they were when W&B started
     has_key = any(
         (
@@ -193,8 +185,6 @@ def _own_id(folder: Path) -> str | None:
 
 def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
     """Start a W&B run; offline if no server answers, or if the key is wrong."""
-    import wandb
-
     wandb.termsetup(settings, None)  # silent, but only here; the variable would silence runs of the user
     try:
         return wandb.init(settings=settings, **options)
@@ -217,8 +207,3 @@ def sync_command(folder: Path) -> str:
     start = shlex.quote(str(folder))
     jobs = f" {start}/*/wandb" if (folder / PLAN).exists() else ""
     return f"wandb sync {start}/wandb{jobs}"
-
-
-def wandb_loggers(trainer: L.Trainer) -> list[Wandb]:
-    """Return the W&B loggers of a Trainer."""
-    return [logger for logger in trainer.loggers if isinstance(logger, Wandb)]

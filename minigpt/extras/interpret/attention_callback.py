@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps
-from minigpt.runs.callbacks.samples import only_a_warning, title
-from minigpt.runs.wandb_logger import wandb_loggers
+from minigpt.runs.callbacks.samples import only_a_warning, title, wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
 from minigpt.utils.terminal import unescape

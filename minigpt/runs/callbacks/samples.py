@@ -21,7 +21,6 @@ from minigpt.generation import stream
 from minigpt.generation_settings import check_settings
 from minigpt.model import GPT
 from minigpt.runs.run_dir import SAMPLES
-from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.cli import error_text
 from minigpt.utils.terminal import unescape, warn
 
@@ -89,6 +88,11 @@ def only_a_warning(failure: str) -> Iterator[None]:
         yield
     except Exception as error:
         warn(f"{failure}: {error_text(error)}")
+
+
+def wandb_loggers(trainer: L.Trainer) -> list[Any]:
+    """Return the W&B loggers of a Trainer: by their method, because their module imports W&B."""
+    return [logger for logger in trainer.loggers if hasattr(logger, "log_html")]
 
 
 def title(trainer: L.Trainer) -> str:
