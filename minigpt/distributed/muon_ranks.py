@@ -20,9 +20,13 @@ class Replicas(OneRank):
         matrices, group = torch.stack(updates), self.group  # (N, R, C)
         shares = matrices.tensor_split(group.size())
         mine = orthogonalize(shares[group.rank()], steps)
-        sent = [mine.numel()] * group.size()  # to each rank the same
-        received = [share.numel() for share in shares]
-        return list(exchange(mine.flatten().repeat(group.size()), sent, received, group).view_as(matrices))
+        whole = exchange(
+            mine.flatten().repeat(group.size()),  # to each rank the same
+            [mine.numel()] * group.size(),
+            [share.numel() for share in shares],
+            group,
+        )
+        return list(whole.view_as(matrices))
 
 
 class Shards(OneRank):

@@ -53,21 +53,18 @@ def join_ranks() -> None:
         require(name, env.get(name, "0"), str.isdecimal, "an integer ≥ 0", "unset this environment variable")
     if names == SRUN:
         _set_as_torchrun()
-    set_timeout(PATIENCE)
-    if not (started := started_together()) or _group():
-        return
-    import torch
-    from torch import distributed
+    if (started := started_together()) and not _group():
+        from torch import cuda, distributed
 
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
-        warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    try:
-        distributed.init_process_group(backend, timeout=START)
-    except distributed.DistError as error:
-        check_port(error)
-        raise RunError(f"not all ranks started within {START}; see their logs ({error_text(error)})") from error
-    atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
+            warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
+        backend = "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo"
+        try:
+            distributed.init_process_group(backend, timeout=START)
+        except distributed.DistError as error:
+            late = f"not all ranks started within {START}; see their logs ({error_text(error)})"
+            raise first_error(RunError(late)) from error
+        atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
 
 
@@ -75,20 +72,19 @@ def _set_as_torchrun() -> None:
     """Set the variables of torchrun for a process that srun started."""
     env = os.environ
     rank, size, local_rank, node, nodes = map(env.__getitem__, SRUN[:5])
-    per_node = str(int(size) // int(nodes))
-    env |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": per_node}
-    env |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "srun"}
     job, step = (int(env.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    env.setdefault("MASTER_PORT", str(15_000 + (job + 1000 * step) % 10_000))  # not that of another step
+    port = str(15_000 + (job + 1000 * step) % 10_000)  # not that of another step
     first = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[0]  # a7 of a[7-9],b
-    env.setdefault("MASTER_ADDR", first)
-
-
-def check_port(error: BaseException) -> None:
-    """Raise a UserError that names MASTER_PORT if rank 0 could not open it."""
-    if "EADDRINUSE" in str(error):
-        advice = "set this environment variable to another one, or unset it"
-        raise UserError(f"MASTER_PORT must be a free port, got {os.environ['MASTER_PORT']}; {advice}") from error
+    env |= {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": str(int(size) // int(nodes)),
+        "GROUP_RANK": node,
+        "TORCHELASTIC_RUN_ID": "srun",
+        "MASTER_PORT": env.get("MASTER_PORT", port),
+        "MASTER_ADDR": env.get("MASTER_ADDR", first),
+    }
 
 
 @contextmanager
@@ -127,8 +123,14 @@ def first_error(error: Exception) -> Exception:
     """Return the error that a run on ranks reports: on rank 0, if it lost another rank, the own error of that rank.
 
     A rank that fails by itself leaves its error in the store of the process group before its connections close.
+    A port of the ranks that rank 0 cannot open is named.
     """
-    if not (group := _group()):
+    if "EADDRINUSE" in str(error):
+        return UserError(
+            f"MASTER_PORT must be a free port, got {os.environ['MASTER_PORT']}; "
+            "set this environment variable to another one, or unset it"
+        )
+    if not (group := _group()) or isinstance(error, RunError):
         return error
     lost = isinstance(error, group.DistError) or "gloo" in str(error)
     store = group.distributed_c10d._get_default_store()

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
-from minigpt.distributed.process_group import check_port
 from minigpt.utils.errors import require
 from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero
 
@@ -79,30 +78,19 @@ def set_up_process() -> None:
     """Silence Lightning, keep freed memory, and use TensorFloat-32 for matrix products that stay in fp32 on a GPU."""
     import torch
 
-    _silence_lightning()
-    _keep_freed_memory()
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def _silence_lightning() -> None:
-    """Silence Lightning's advice to authors of training loops, but not model summaries and profiles."""
+    # Lightning's advice is for authors of training loops; but model summaries and profiles are not.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("callbacks.model_summary", "profilers.profiler"):
         logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", module="lightning")
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, which allocates as much again.
-
-    By default it returns activations to the system, and each step faults a thousand pages in: 5 % of a step of the
-    smallest model on a CPU.
-    """
+    # The next step allocates as much again. By default glibc returns activations to the system, and
+    # each step faults a thousand pages in: 5 % of a step of the smallest model on a CPU.
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    torch.backends.cuda.matmul.allow_tf32 = True
 
 
 @contextmanager
@@ -120,17 +108,15 @@ def end_with_rank_zero(launcher: Any) -> Iterator[None]:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.environ[RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
             os._exit(1)
-    processes: list[Any] = []
     try:
         yield
-    except BaseException as error:
-        processes = [*getattr(launcher, "procs", ())]
-        check_port(error)
+    except BaseException:
+        processes: list[Any] = getattr(launcher, "procs", [])
+        while processes:
+            processes.pop().kill()
         raise
     finally:
         getattr(launcher, "procs", []).clear()  # or Lightning kills this process when one of them fails
-        for process in processes:
-            process.kill()
         if is_rank_zero():
             os.environ.pop(RANK_ZERO_PID, None)  # other processes that start from here are not ranks
 
@@ -143,13 +129,20 @@ def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) 
         composed: their configuration as YAML.
     """
     launchers: Any = import_module("lightning.pytorch.strategies.launchers.subprocess_script")
-    imports = f"import sys; sys.path = {sys.path}; import minigpt; from minigpt.utils.cli import cli_entrypoint"
-    command = [sys.executable, "-c", f"{imports}; cli_entrypoint(minigpt.train)({[*overrides]})"]
+    program = (
+        f"import sys; sys.path = {sys.path}; import minigpt; from minigpt.utils.cli import "
+        f"cli_entrypoint; cli_entrypoint(minigpt.train)({[*overrides]})"
+    )
     stack.callback(setattr, launchers, "_hydra_subprocess_cmd", launchers._hydra_subprocess_cmd)
 
     def start(local_rank: int) -> tuple[list[str], None]:
-        advice = "move it to where the other ranks can import it"
-        require("_target_", "__main__", lambda name: f"_target_: {name}." not in composed, "of a module", advice)
-        return command, None
+        require(
+            "_target_",
+            "__main__",
+            lambda name: f"_target_: {name}." not in composed,
+            "of a module",
+            "move it to where the other ranks can import it",
+        )
+        return [sys.executable, "-c", program], None
 
     launchers._hydra_subprocess_cmd = start
