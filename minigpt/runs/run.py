@@ -15,6 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.basecontainer import BaseContainer
 
@@ -58,24 +63,20 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         UserError: an input or a setting is wrong, or (its subclass RunError) the run failed.
     """
-    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
-    if not is_list or not all(isinstance(each, str) and each[:1] != "-" for each in overrides):
+    if (
+        not isinstance(overrides, Sequence)
+        or isinstance(overrides, str)
+        or not all(isinstance(each, str) and each[:1] != "-" for each in overrides)
+    ):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
-    with _one_run, own_ranks(), own_hydra():
-        return _train(overrides)
-
-
-def _train(overrides: Sequence[str]) -> dict[str, Any]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.utils import env_override
-
     try:
-        join_ranks()
-        overrides = complete_overrides(overrides)
-        with initialize_config_dir(search_path(overrides), version_base="1.3"):
-            cfg = compose("train", overrides=overrides, return_hydra_config=True)
-        with env_override(cfg.hydra.job.env_set):
-            return train_composed(cfg, overrides)
+        with _one_run, own_ranks(), own_hydra():
+            join_ranks()
+            overrides = complete_overrides(overrides)
+            with initialize_config_dir(search_path(overrides), version_base="1.3"):
+                cfg = compose("train", overrides=overrides, return_hydra_config=True)
+            with env_override(cfg.hydra.job.env_set):
+                return train_composed(cfg, overrides)
     except Exception as error:
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
@@ -89,8 +90,6 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, 
     Args:
         overrides: from which other ranks compose the same.
     """
-    from hydra.core.hydra_config import HydraConfig
-
     folder = run_dir.make_folder(cfg.hydra.run).absolute()
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
@@ -104,20 +103,18 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, 
 @contextmanager
 def own_hydra() -> Iterator[None]:
     """Use Hydra as in a new process, and leave that of the caller as it was."""
-    from hydra.core.plugins import Plugins
-    from hydra.core.singleton import Singleton
-
     Plugins.instance()  # is kept, because it searches for a while
-    instances = Singleton._instances
-    resolvers = BaseContainer._resolvers
-    of_run = ("GlobalHydra", "HydraConfig")
-    Singleton._instances = {kind: one for kind, one in instances.items() if kind.__name__ not in of_run}
-    BaseContainer._resolvers = {**resolvers}
+    before = (Singleton._instances, BaseContainer._resolvers)
+    Singleton._instances = {
+        kind: one
+        for kind, one in Singleton._instances.items()
+        if kind.__name__ not in ("GlobalHydra", "HydraConfig")  # of a run
+    }
+    BaseContainer._resolvers = {**BaseContainer._resolvers}
     try:
         yield
     finally:
-        Singleton._instances = instances
-        BaseContainer._resolvers = resolvers
+        Singleton._instances, BaseContainer._resolvers = before
 
 
 def train_in(
@@ -131,8 +128,6 @@ def train_in(
     """
     started = time.perf_counter()
     _find_own_modules(cfg)
-    from hydra.core.hydra_config import HydraConfig
-
     with raise_on_signal(), ExitStack() as stack:
         with shared_errors():
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
@@ -199,8 +194,13 @@ def load_parts(
     if run.init_from is None:
         corpus = corpus or load(run.tokenizer)
         n, given = corpus.tokenizer.vocab_size, run.model.get("vocab_size")
-        expected = f"at least the tokenizer's {n}"
-        require("model.vocab_size", given, lambda size: size is None or size >= n, expected, "use null")
+        require(
+            "model.vocab_size",
+            given,
+            lambda size: size is None or size >= n,
+            f"at least the tokenizer's {n}",
+            "use null",
+        )
         config, pretrained = GPTConfig(**{**run.model, "vocab_size": given or n}), None
     else:
         from minigpt.checkpoints.init_from import find_start
@@ -216,13 +216,22 @@ def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
     """Return the architecture of `init_from` with the values of `model` that may differ from it."""
     given = {name: value for name, value in run.model.items() if value is not None}
     wanted = GPTConfig.from_dict({**config.to_dict(), **given})
-    longest = integer(1, config.block_size)
-    require("model.block_size", wanted.block_size, *longest, f"init_from={run.init_from} has no more")
+    require(
+        "model.block_size",
+        wanted.block_size,
+        *integer(1, config.block_size),
+        f"init_from={run.init_from} has no more",
+    )
     for name, value in given.items():
         if name not in SETTABLE:
             expected = getattr(config, name)
-            phrase = f"{expected}, as in init_from={run.init_from}"
-            require(f"model.{name}", value, [expected].__contains__, phrase, "remove it")
+            require(
+                f"model.{name}",
+                value,
+                [expected].__contains__,
+                f"{expected}, as in init_from={run.init_from}",
+                "remove it",
+            )
     return wanted
 
 
