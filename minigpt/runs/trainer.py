@@ -45,12 +45,15 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     set_up_process()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    callbacks += (CollectiveTimeout(run.collective_timeout), *instantiate_group("callbacks", run.callbacks))
-    callbacks += () if run.ema_decay is None else (EMACallback(run.ema_decay),)
-    callbacks += (GracefulShutdown(sync_every=run.log_every),)
+    averages = [] if run.ema_decay is None else [EMACallback(run.ema_decay)]
+    callbacks += (
+        CollectiveTimeout(run.collective_timeout),
+        *instantiate_group("callbacks", run.callbacks),
+        *averages,
+        GracefulShutdown(sync_every=run.log_every),
+    )
     options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
-    started = started_together()
-    if started:
+    if started := started_together():
         options["num_nodes"], per_node = started
         if options["devices"] in (1, "auto"):
             options["devices"] = per_node
@@ -110,20 +113,21 @@ def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any
 class TokenDataModule(L.LightningDataModule):
     """Training and validation batches of one rank."""
 
+    trainer: Any
+
     def __init__(self, corpus: Corpus, run: RunConfig, block_size: int) -> None:
         super().__init__()
         self.corpus, self.run, self.block_size = corpus, run, block_size
         self.tokens_per_batch = run.batch_size * block_size
 
     def train_dataloader(self) -> Batches:
-        trainer: Any = self.trainer
-        run, n = self.run, trainer.world_size
+        run, n = self.run, self.trainer.world_size
         require("data.batch_size", run.batch_size, lambda size: size >= n, f"≥ {n}, the number of processes")
         return Batches(
             self.corpus.tokens("train"),
             WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
             batch_size=run.batch_size,
-            first=lambda: trainer.global_step * run.accumulate,
+            first=lambda: self.trainer.global_step * run.accumulate,
             stop=run.max_steps * run.accumulate,
             repeat=run.data["overfit_batches"],
             **self._rank(),
@@ -139,9 +143,11 @@ class TokenDataModule(L.LightningDataModule):
         )
 
     def _rank(self) -> dict[str, Any]:
-        trainer: Any = self.trainer
-        device = trainer.strategy.root_device
-        return {"rank": trainer.global_rank, "world_size": trainer.world_size, "device": device}
+        return {
+            "rank": self.trainer.global_rank,
+            "world_size": self.trainer.world_size,
+            "device": self.trainer.strategy.root_device,
+        }
 
 
 class MetricsCSV(Logger):
