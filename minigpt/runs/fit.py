@@ -41,7 +41,7 @@ from minigpt.runs.curves import plot_curves
 from minigpt.runs.lightning_workarounds import end_with_rank_zero, is_resume_error, unscale_before_clipping
 from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_config
 from minigpt.utils.cli import error_text, explain
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
@@ -75,8 +75,14 @@ def fit(
     """
     settings = run.settings | {"model": config.to_dict()}  # null values resolved
     origin = provenance() | {"init_from": None, "resumed_from": None}
-    identity = {"corpus_sha256": corpus.sha256, "corpus_provenance": dict(corpus.provenance)}
-    saved = contents(config, corpus.tokenizer, config=settings, provenance=origin, **identity)
+    saved = contents(
+        config,
+        corpus.tokenizer,
+        config=settings,
+        provenance=origin,
+        corpus_sha256=corpus.sha256,
+        corpus_provenance=dict(corpus.provenance),
+    )
     resume, step, before, done = find_checkpoint_of_ranks(run, folder, saved)
     if done:
         if is_rank_zero():
@@ -129,17 +135,21 @@ def fit(
         outcome |= ending(trainer, run.max_steps)
         sample, outcome["originality"] = "", None
         if outcome["status"] != "paused":
-            seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
             with only_a_warning("the final sample failed"):
-                sample, outcome["originality"] = sample_best(trainer, module, corpus, run, seconds)
+                sample, outcome["originality"] = sample_best(
+                    trainer,
+                    module,
+                    corpus,
+                    run,
+                    max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
+                )
     except (Interrupted, KeyboardInterrupt, SystemExit) as error:  # SystemExit: submitit has requeued the job
         exit_code = os.EX_TEMPFAIL if isinstance(error, SystemExit) else explain(error)[1]
         raise
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        if not isinstance(error, RunError):
-            error = first_error(error)
+        error = first_error(error)
         outcome |= {"status": "failed", "reason": error_text(error)}
         exit_code = explain(error)[1]
         raise error
@@ -213,14 +223,27 @@ def sample_best(
         what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
         run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s")
     end = time.perf_counter() + seconds
-    settings: Any = {"temperature": 0.8, "seed": run.seed, "max_new_tokens": FINAL_TOKENS}
-    most = seconds / 2 if best.exists() or trainer.world_size == 1 else inf
-    sample = sample_text(model, corpus.tokenizer, "", seconds=most, **settings)
+    sample = sample_text(
+        model,
+        corpus.tokenizer,
+        "",
+        seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else inf,
+        temperature=0.8,
+        seed=run.seed,
+        max_new_tokens=FINAL_TOKENS,
+    )
     if not compares:
         return sample, None
-    left = 0.8 * (end - time.perf_counter())  # the comparison itself takes the rest
-    options: Any = {"characters": run.originality, "seed": run.seed, "seconds": left}
-    return sample, from_extras("final_originality")(model, corpus, sample, folder, **options)
+    originality = from_extras("final_originality")(
+        model,
+        corpus,
+        sample,
+        folder,
+        characters=run.originality,
+        seed=run.seed,
+        seconds=0.8 * (end - time.perf_counter()),  # the comparison itself takes the rest
+    )
+    return sample, originality
 
 
 def write_results(
@@ -256,11 +279,15 @@ def provenance() -> dict[str, Any]:
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
             described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    versions = {"minigpt": __version__, "python": platform.python_version()}
     return {
         "command": " ".join(sys.argv),
         "host": platform.node(),
-        "versions": versions | {name: version(name) for name in ("torch", "lightning")},
+        "versions": {
+            "minigpt": __version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "lightning": version("lightning"),
+        },
         "commit": described and described.removesuffix("-dirty"),
         "dirty": described and described.endswith("-dirty"),
     }

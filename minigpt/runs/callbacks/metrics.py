@@ -114,8 +114,10 @@ class MetricsCallback(Callback):
             self._progress = Progress(self.max_steps, folder, step=trainer.global_step)
         self._warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if self._warmup >= self.max_steps:
-            setting = f"schedule.warmup_steps={self._warmup} is not below max_steps={self.max_steps}"
-            warn(f"{setting}: no step has the peak learning rate")
+            warn(
+                f"schedule.warmup_steps={self._warmup} is not below max_steps={self.max_steps}: "
+                "no step has the peak learning rate"
+            )
         dtype = next(pl_module.parameters()).dtype
         if trainer.global_step <= self._warmup:
             self._first = {  # not of embeddings, whose rows can be without a gradient
@@ -126,13 +128,14 @@ class MetricsCallback(Callback):
         for group in trainer.optimizers[0].param_groups:
             rate = max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0)
             if 1 - rate < torch.finfo(dtype).eps / 4:
-                name = str(dtype).removeprefix("torch.")
-                warn(f"a decay rate of {rate} of the optimizer rounds to 1 in {name}; use trainer.precision=bf16-mixed")
+                warn(
+                    f"a decay rate of {rate} of the optimizer rounds to 1 in "
+                    f"{str(dtype).removeprefix('torch.')}; use trainer.precision=bf16-mixed"
+                )
                 break
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._clock is None:
-            self._clock = time.perf_counter()
+        self._clock = self._clock or time.perf_counter()
         self._threads.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -113,13 +113,12 @@ def check_saved(model: GPT) -> None:
 def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
     """Apply the optimizer and schedule settings of this run from here on, in place of the checkpoint's."""
     fresh = pl_module.configure_optimizers()
-    fresh_optimizer, fresh_scheduler = fresh["optimizer"], fresh["lr_scheduler"]["scheduler"]
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     scheduler = config.scheduler
-    for group, new in zip(optimizer.param_groups, fresh_optimizer.param_groups, strict=True):
+    for group, new in zip(optimizer.param_groups, fresh["optimizer"].param_groups, strict=True):
         lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
         group.update(new | {"params": group["params"], "lr": lr})
-    scheduler.base_lrs = fresh_scheduler.base_lrs
+    scheduler.base_lrs = fresh["lr_scheduler"]["scheduler"].base_lrs
 
 
 def resumes_own_run(trainer: L.Trainer) -> bool:

@@ -69,8 +69,13 @@ def draw(
     end, drawn, mode = time.perf_counter() + seconds, list[list[int]](), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
-        settings |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer}
-        steps: Any = stream(model, torch.as_tensor(prompt).long(), **settings)
+        steps: Any = stream(
+            model,
+            torch.as_tensor(prompt).long(),
+            max_new_tokens=max_new_tokens,
+            tokenizer=tokenizer,
+            **settings,
+        )
         hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
         for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
             drawn.append(step.tokens)
