@@ -10,10 +10,12 @@ from functools import partial
 
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
-_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
-    code: f"⟨U+{code:04X}⟩" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = {
+    **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
+    127: "␡",
+    **{code: f"⟨U+{code:04X}⟩" for code in range(0x80, 0xA0)},
+    **{code: f"⟨U+{code:04X}⟩" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},
 }
-_VISIBLE[127] = "␡"
 _TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable of the ranks that Lightning starts
 # What makes a process a rank: its rank and the number of ranks, up to three more numbers, and others.
