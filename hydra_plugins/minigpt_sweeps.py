@@ -6,6 +6,7 @@ configuration files is corrected for those that some editors write.
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -50,7 +51,8 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
     given = [each for each in args.overrides if each.lstrip("+").startswith("hydra.searchpath=")]
     searched: Any = [override.value() for override in OverridesParser.create().parse_overrides(given)]
     if folders and not given and primary.is_file():
-        searched = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath")]
+        with suppress(UnicodeDecodeError):  # Hydra reads the file, too, and names it
+            searched = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath")]
     for names in searched:
         if isinstance(names, list | ListConfig):  # Hydra refuses others
             folders += map(str, names)

@@ -56,6 +56,8 @@ REFUSED = {
     "train.py +callbacks.mine.patience=3": "callbacks.mine has no _target_; set it to the path of a class",
     "train.py --config-dir mine experiment=wide": "mine/experiment/wide.yaml is not UTF-8; save it as UTF-8",
     "train.py --config-dir mine experiment=wide -m seed=1,2": "mine/experiment/wide.yaml is not UTF-8; save it as UTF",
+    "train.py --config-dir mine --config-name wide": "mine/wide.yaml is not UTF-8; save it as UTF-8",
+    "train.py --config-dir mine experiment=open": "error: while parsing a flow sequence in",
     "train.py optimizer._target_=nowhere.make": "optimizer._target_=nowhere.make: No module named 'nowhere'; modules",
     "train.py +callbacks.mine._target_=nowhere.Mine": "error: callbacks.mine._target_: Error loading 'nowhere.Mine'",
     "train.py device=cpu": "device does not exist; write trainer=…",
@@ -190,6 +192,8 @@ def odd_files(tmp_path):
     (tmp_path / "mine/samples.txt").write_text("of the user")
     (tmp_path / "mine/experiment").mkdir()
     (tmp_path / "mine/experiment/wide.yaml").write_text("# @package _global_\nseed: 3\n", "utf-16")
+    (tmp_path / "mine/wide.yaml").write_text("defaults: [train]\n", "utf-16")
+    (tmp_path / "mine/experiment/open.yaml").write_text("optimizer: [1\nseed: 3\n")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "one.txt").write_text("1")
     (tmp_path / "one.bin").write_bytes(bytes(2000))

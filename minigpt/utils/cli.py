@@ -70,7 +70,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         message, code = "interrupted", 130
     elif isinstance(error, BrokenPipeError) and modules[-1:] == [replace_dead_output.__module__]:
         message, code = "", 0
-    elif packages & {"hydra", "omegaconf", "antlr4"} or (
+    elif packages & {"hydra", "omegaconf", "antlr4", "yaml"} or (
         name == "RecursionError" and "hydra._internal.defaults_list" in modules
     ):
         message, code = f"error: {explain_hydra(error)}", 2
