@@ -41,7 +41,8 @@ def main(cfg: DictConfig) -> float | None:
     """Train one run, or one job of a sweep; return the best validation loss."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep reports errors of its jobs
-        if cfg.trainer.devices != 1:  # its ranks would run the whole sweep
+        # Its ranks would run the whole sweep; those of a rerun, with which other launchers start a job, run the job.
+        if cfg.trainer.devices != 1 and "--experimental-rerun" not in sys.argv:
             got = f"1 with hydra/launcher=basic, got {cfg.trainer.devices}; leave the launcher out"
             write_failure(folder, f"trainer.devices must be {got}")
             raise UserError(f"trainer.devices must be {got}")

@@ -23,8 +23,8 @@ def compose(
     hydra: Mapping[str, Any],
     line: Sequence[str],
     once: Callable[..., Any],
-) -> DictConfig:
-    """Return what `loader.load_sweep_config` composes for a command line, without Hydra's own node.
+) -> tuple[DictConfig, DictConfig]:
+    """Return what `loader.load_sweep_config` composes for a command line without Hydra's own node, and that node.
 
     Args:
         master: configuration of the sweep.
@@ -52,9 +52,9 @@ def compose(
     config: DictConfig = pickle.loads(once(by_hydra, *(each.input_line for each in parsed if each not in values)))
     loader._apply_overrides_to_config(values, config)
     with open_dict(config):
-        del config["hydra"]
+        own = config.pop("hydra")
     OmegaConf.copy_cache(master, config)
-    return config
+    return config, own
 
 
 def values_of(override: Override) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
@@ -144,7 +145,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.names.add(name)
         point = Point(self.folder / name, values)
         try:
-            config = self.compose(values)
+            config, _ = self.compose(values)
             point = replace(point, settings=relevant_settings(config))
             checked = config
             if config.minutes is not None:
@@ -178,7 +179,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _check_unchanged(self, point: Point) -> None:
         """Raise UserError if the overrides of a point that the folder holds mean other settings now."""
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
-        before, now = point.settings, relevant_settings(self.compose(values))
+        before, now = point.settings, relevant_settings(self.compose(values)[0])
         pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
         changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
         if changed:
@@ -196,11 +197,11 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise self.loaded[key].with_traceback(None)  # it would grow with each point
         return self.loaded[key]
 
-    def compose(self, values: Mapping[str, str]) -> DictConfig:
-        """Compose the configuration of a point, as its job will."""
-        config = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
+    def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
+        """Compose the configuration of a point, as its job will, and the node of Hydra."""
+        config, hydra = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
         use_integers(config)
-        return config
+        return config, hydra
 
     def _overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis in its place."""
@@ -287,13 +288,17 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _job_config(self, point: Point, overrides: Sequence[str]) -> DictConfig:
         """Return what a point was checked with, with what its job adds, and with the node of Hydra."""
-        config = self.compose(point.overrides)
+        config, hydra = self.compose(point.overrides)
         use_outside_values(config)
         OmegaConf.update(config, "hydra", self.cfg.hydra, force_add=True)
-        config.hydra.overrides.task = [override for override in overrides if not override.startswith("hydra.")]
-        added = list(overrides[len(self._overrides(point.overrides)) :])
-        for override in OverridesParser.create().parse_overrides(added):
-            OmegaConf.update(config, override.key_or_group, override.value())
+        parsed = OverridesParser.create().parse_overrides([*overrides])
+        given = [override for override in parsed if not override.is_hydra_override()]
+        # Of these the node of the sweep has those of all points.
+        config.hydra.runtime.choices = hydra.runtime.choices
+        config.hydra.overrides.task = [override.input_line for override in given]
+        config.hydra.job.override_dirname = get_overrides_dirname(given, **hydra.job.config.override_dirname)
+        added = parsed[len(self._overrides(point.overrides)) :]
+        self.loader._apply_overrides_to_config(added, config)
         return config
 
     def _report(self) -> None:

@@ -80,7 +80,7 @@ def composers(tmp_path_factory):
                 del config["hydra"]
             return config
 
-        yield expected, lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once), master
+        yield expected, lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once)[0], master
 
 
 def described(node):

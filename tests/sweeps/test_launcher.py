@@ -220,6 +220,25 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     check_jobs_of_own_files(tmp_path / "sweep")
 
 
+def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
+    """As `logger.wandb.name=${hydra:runtime.choices.schedule}` reads them."""
+    jobs = []
+
+    def run(self, job):
+        jobs.append(job.config.hydra)
+        (done := Future()).set_result(None)
+        return done
+
+    monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)
+    call("train.py", "hydra.mode=MULTIRUN", "schedule=cosine,linear", "max_steps=2,3")
+    chosen = [hydra.runtime.choices.schedule for hydra in jobs]
+    assert sorted(chosen) == ["cosine", "cosine", "linear", "linear"]
+    for hydra, schedule in zip(jobs, chosen, strict=True):
+        assert f"schedule={schedule}" in hydra.overrides.task
+        assert f",schedule={schedule}," in hydra.job.override_dirname
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "basic"])
 @pytest.mark.usefixtures("own_files")
@@ -261,6 +280,7 @@ def test_the_basic_launcher_refuses_several_devices(call):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("own_files")
 def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_point_was_checked_with(launch, tmp_path):
     devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
