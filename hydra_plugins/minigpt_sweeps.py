@@ -5,7 +5,9 @@ configuration files is corrected for those that some editors write.
 """
 
 import os
+import re
 from collections.abc import Sequence
+from itertools import takewhile
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -59,8 +61,8 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
     return folders
 
 
-def _read_byte_order_marks() -> None:
-    """Make Hydra find the `# @package` line behind a byte-order mark, and name a file that is not UTF-8.
+def _find_package_lines() -> None:
+    """Make Hydra find a `# @package` line behind a byte-order mark or a comment, and name a file that is not UTF-8.
 
     It would merge such a file elsewhere, without a warning.
     """
@@ -74,13 +76,16 @@ def _read_byte_order_marks() -> None:
             file = os.path.join(self.path, self._normalize_file_name(config_path))
             raise config_source.ConfigLoadError(f"{file} is not UTF-8; save it as UTF-8") from None
 
-    config_source.ConfigSource._get_header_dict = staticmethod(  # type: ignore[assignment,method-assign]
-        lambda text: read_header(text.removeprefix("\ufeff"))
-    )
+    def header_of_file(text: str) -> Any:
+        lines = text.removeprefix("\ufeff").splitlines()
+        comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
+        return read_header("\n".join(line for line in comments if re.match(r"\s*#\s*@package\b", line)))
+
+    config_source.ConfigSource._get_header_dict = staticmethod(header_of_file)  # type: ignore[assignment,method-assign]
     file_config_source.FileConfigSource.load_config = load_utf8  # type: ignore[method-assign]
 
 
-_read_byte_order_marks()
+_find_package_lines()
 
 
 class MakeRunDir(Callback):

@@ -105,6 +105,7 @@ REFUSED = {
     "train.py model.n_embd=31,33 -m": "no point of the sweep is possible: model.n_embd must be divisible by",
     "train.py seed=range(3,3) -m": "the sweep is empty: seed has no values",
     "train.py seed=1,2,3 model.n_head=2,4 hydra.sweeper.max_points=5 -m": "hydra.sweeper.max_points must be at least 6",
+    "train.py seed=range(1,9) hydra.sweeper.max_points=5 -m": "at least 6 or more, the points of the grid, got 5; set",
     "train.py seed=1,2 hydra.sweeper.max_points=0 -m": "hydra.sweeper.max_points must be an integer ≥ 1, got 0",
     "train.py model.n_layer=interval(1,3) -m": "model.n_layer=interval(1,3) is for a search; add hydra/sweeper=optuna",
     "train.py hydra/sweeper=optuna model.n_layer=1,2 seed=range(3) -m": "seed must be a list, such as seed=1,2,3",

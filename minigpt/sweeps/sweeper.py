@@ -337,11 +337,12 @@ class Grid(Sweeper):
                 raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
         axes = [[*itertools.islice(values_of(axis), self.max_points + 1)] for axis in self.axes.values()]
         n_points = math.prod(map(len, axes))
+        more = " or more" if max(map(len, axes)) > self.max_points else ""  # values that were not counted
         require(
             "hydra.sweeper.max_points",
             self.max_points,
             lambda most: most >= n_points,
-            f"at least {n_points}, the points of the grid",
+            f"at least {n_points}{more}, the points of the grid",
             "set it, give fewer values, or search with hydra/sweeper=optuna",
         )
         for values in announced(itertools.product(*axes), n_points):
