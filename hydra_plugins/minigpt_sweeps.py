@@ -7,8 +7,8 @@ configuration files is corrected for those that some editors write.
 import os
 import re
 from collections.abc import Sequence
-from itertools import takewhile
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any

@@ -267,7 +267,7 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_a_byte_order_mark_or_a_comment_hides_no_package_line(newline, call, text, tmp_path):
     files = {
-        "experiment/mine": "# My recipe; the # @package line is\n\n# @package _global_\nseed: 7\noptimizer:\n  lr: 0.5\n",
+        "experiment/mine": "# Mine, a # @package line\n\n# @package _global_\nseed: 7\noptimizer:\n  lr: 0.5\n",
         "data/mine": f"# @package data\ndefaults: [text, _self_]\npath: {text}\n",
     }
     for name, content in files.items():
