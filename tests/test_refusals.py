@@ -65,6 +65,7 @@ REFUSED = {
     "train.py learning_rate=1e-3": "learning_rate does not exist; write optimizer.lr=…",
     "train.py --max_iters=10": "--max_iters=10 is not a flag; settings have no dashes: write max_steps=10",
     "train.py --n_layer=4": "--n_layer=4 is not a flag; settings have no dashes: write model.n_layer=4",
+    "train.py +trainer.num_nodes=2": "trainer.num_nodes must be 1, got 2; start ranks on several hosts",
     "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
     **(
         {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
