@@ -31,6 +31,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from minigpt.distributed.process_group import own_ranks
 from minigpt.runs.run import train_composed
 from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
@@ -57,7 +58,7 @@ class Job:
         if refresh(self.point).status not in (COMPLETED, RUNNING):  # meanwhile, by another command
             (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         setup_globals()  # the resolvers of Hydra, which composes nothing here
-        with _busy, _output_to(folder / LOG), env_override(self.config.hydra.job.env_set):
+        with _busy, _output_to(folder / LOG), own_ranks(), env_override(self.config.hydra.job.env_set):
             try:
                 one_device = self.point.settings["trainer.devices"] == 1
                 # A copy, because a preempted job starts again with the original.

@@ -269,6 +269,7 @@ def test_runs_on_one_and_two_devices_in_one_worker_have_a_port_each(launch, tmp_
     assert result.returncode == 0, result.stderr
     runs = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert [read_summary(run.folder)["world_size"] for run in runs] == [1, 2]
+    assert "ignored" not in (runs[1].folder / "log.txt").read_text()  # variables of the first run
     assert runs[0].loss(NATS) == pytest.approx(runs[1].loss(NATS))
 
 
