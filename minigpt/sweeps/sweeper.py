@@ -70,7 +70,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra = hydra_settings(config)
         self.in_job: Any = env_override(config.hydra.job.env_set)  # decorates what reads `${oc.env:…}` as a job does
-        self.loader, self.cfg, self.folder = hydra_context.config_loader, config, make_folder(config.hydra.sweep)
+        self.loader: Any = hydra_context.config_loader
+        self.cfg = config
+        self.folder = make_folder(config.hydra.sweep)
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
         self.checked: dict[str, Mapping[str, str]] = {}  # values of the possible points, by identity
