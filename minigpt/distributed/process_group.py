@@ -125,7 +125,7 @@ def first_error(error: Exception) -> Exception:
     A rank that fails by itself leaves its error in the store of the process group before its connections close.
     A port of the ranks that rank 0 cannot open is named.
     """
-    if "EADDRINUSE" in str(error):
+    if "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:
         return UserError(
             f"MASTER_PORT must be a free port, got {os.environ['MASTER_PORT']}; "
             "set this environment variable to another one, or unset it"
