@@ -76,21 +76,26 @@ class Search(Sweeper):
             first = len(self.points) - len(trials) * len(seeds)
             yield self.points[first:]
             for start, trial in zip(range(first, len(self.points), len(seeds)), trials, strict=True):
-                runs = self.points[start : start + len(seeds)]
-                rung = paused_at(runs[0], self.points)  # as all runs of a trial
-                # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
-                losses: list[Any] = [point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs]
-                if None in losses or not {point.status for point in runs} <= {COMPLETED, PAUSED}:
-                    study.tell(trial, state=optuna.trial.TrialState.FAIL)
-                elif rung is None:
-                    study.tell(trial, mean(losses))
-                else:
-                    trial.report(mean(losses), rung)
-                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                self._tell(study, trial, self.points[start : start + len(seeds)])
         if not self.points:
             raise UserError(f"no point of the search is possible: {reason}")
         if (done := len(self.points) // len(seeds)) < self.n_trials:
             warn(f"the search ends after {done} trials: {tries} tries found no other possible point")
+
+    def _tell(self, study: Any, trial: Any, runs: Sequence[Point]) -> None:
+        """Report a trial whose runs have ended: the mean of their losses, at a rung if they were paused there."""
+        from optuna.trial import TrialState
+
+        rung = paused_at(runs[0], self.points)  # as all runs of a trial
+        # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
+        losses: list[Any] = [point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs]
+        if None in losses or not {point.status for point in runs} <= {COMPLETED, PAUSED}:
+            study.tell(trial, state=TrialState.FAIL)
+        elif rung is None:
+            study.tell(trial, mean(losses))
+        else:
+            trial.report(mean(losses), rung)
+            study.tell(trial, state=TrialState.PRUNED)
 
     def _seeds(self) -> list[dict[str, str]]:
         """Return the override of the seed of each run of a trial; for one run with the seed of all trials, none."""
