@@ -107,11 +107,12 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 def lock_sweep_dir(folder: Path) -> Iterator[None]:
     """Make and lock the folder of a sweep; raise UserError if another sweep uses it."""
     folder.mkdir(parents=True, exist_ok=True)
+    was_locked = (folder / LOCK).exists()  # by a run, whose file it is
     with _locked(folder, "sweep", 0):
         try:
             yield
         finally:
-            if not (folder / PLAN).exists():  # it wrote nothing
+            if not was_locked and not (folder / PLAN).exists():  # it wrote nothing
                 with suppress(OSError):  # Windows keeps a file that is open
                     (folder / LOCK).unlink()
 

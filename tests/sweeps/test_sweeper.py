@@ -358,6 +358,16 @@ def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, mo
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.parametrize("names", [{".lock", "metrics.csv"}, {"metrics.csv"}])
+def test_a_refused_sweep_leaves_the_lock_of_a_run_and_none_of_its_own(plan, tmp_path, names):
+    (tmp_path / "sweep").mkdir()
+    for name in names:
+        (tmp_path / "sweep" / name).touch()
+    with pytest.raises(UserError, match="is not empty and holds no sweep"):
+        plan("seed=1,2")
+    assert {file.name for file in (tmp_path / "sweep").iterdir()} == names
+
+
 @pytest.mark.parametrize("line", [[], ["seed=1,2", "-m"]], ids=["run", "sweep"])
 def test_a_disk_without_locks_is_one_line(call, line, monkeypatch):
     def flock(*_):
