@@ -7,7 +7,6 @@ Shapes: B batch, T time.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.model import GPT
+from minigpt.model_changes import uncompiled
 
 
 class LanguageModel(L.LightningModule):
@@ -47,7 +47,6 @@ class LanguageModel(L.LightningModule):
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step
         self.weight = 1.0  # of the loss of this rank
-        self.compiled = compile
         if compile:
             model.compile()  # in place: parameter names stay
 
@@ -105,7 +104,7 @@ class LanguageModel(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch  # (B, T) each
         # Another compilation, without gradients, would take longer than it saves.
-        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+        with uncompiled():
             self.val_sums[0] += self.model(tokens, targets, reduction="sum")
         self.val_sums[1] += (targets >= 0).sum()
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -29,7 +29,7 @@ _KINDS: Any = (
 )
 _METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
 _EVALUATIONS = Counter[nn.Module | None]()  # that run: of modules whose mode is training; None: all
-_SETTINGS = ExitStack()  # restores those of the process
+_SETTINGS = ExitStack()  # restores that of the process
 _LOCK = threading.Lock()
 _OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # attributes without effect in evaluation mode
 
@@ -67,13 +67,16 @@ def evaluation(*models: nn.Module) -> Iterator[None]:
         in_training = [
             module for model in models for module in model.modules() if module.training or module in _EVALUATIONS
         ]
-        if not _EVALUATIONS[None]:
-            _SETTINGS.enter_context(_uncompiled())
+        # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
+        if not _EVALUATIONS[None] and torch.backends.cuda.cudnn_sdp_enabled():
+            _SETTINGS.callback(torch.backends.cuda.enable_cudnn_sdp, True)
+            torch.backends.cuda.enable_cudnn_sdp(False)
         _EVALUATIONS.update([None, *in_training])
         for module in in_training:
             module.training = False
     try:
-        yield
+        with uncompiled():
+            yield
     finally:
         with _LOCK:
             _EVALUATIONS.subtract([None, *in_training])
@@ -86,18 +89,36 @@ def evaluation(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Disable compiled code, and the attention of cuDNN, in all of the process.
+def uncompiled() -> Iterator[None]:
+    """Call compiled modules and functions without their compiled code, in this thread alone.
 
-    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
+    torch's `set_stance` changes all threads, and the last of two calls that overlap restores the stance of the other.
     """
-    had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    stance: Any = _Stance(None)  # of no effect
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        from torch._dynamo import eval_frame as compiler
+
+        with _LOCK:
+            if not isinstance(compiler._stance, _Stance):
+                vars(compiler)["_stance"] = _Stance(compiler._stance)
+            stance = compiler._stance
+    stance.depth += 1
     try:
-        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
-            yield
+        yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(had_cudnn)
+        stance.depth -= 1
+
+
+class _Stance(threading.local):
+    """A stance of torch's compiler that is `force_eager` in threads that call `uncompiled`, and stays set."""
+
+    depth = 0  # of the calls of this thread
+
+    def __init__(self, of_process: Any) -> None:
+        self.of_process = of_process
+
+    def __getattr__(self, name: str) -> Any:
+        return "force_eager" if name == "stance" and self.depth else getattr(self.of_process, name)
 
 
 def empty_model(config: GPTConfig) -> GPT:

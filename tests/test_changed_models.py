@@ -2,8 +2,11 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -146,15 +149,95 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3)
 
 
-def test_settings_of_the_process_are_restored_by_the_last_of_the_calls_that_overlap():
-    torch.backends.cuda.enable_cudnn_sdp(True)  # as at the start of a process
-    first, second = evaluation(), evaluation()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    second.__exit__(None, None, None)
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+@pytest.mark.parametrize("before", [True, False])
+def test_cudnn_attention_is_as_the_user_set_it_after_calls_that_overlap(before: bool, monkeypatch: pytest.MonkeyPatch):
+    at_start = torch.backends.cuda.cudnn_sdp_enabled()
+    for meanwhile in (None, True):
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        first, second = evaluation(), evaluation()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        if meanwhile:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+        second.__exit__(None, None, None)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (meanwhile or before)
+    torch.backends.cuda.enable_cudnn_sdp(at_start)
+
+
+class Backend:
+    """Compile without changes; `threads` are those that ran the compiled code."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            self.threads.append(get_ident())
+            return graph(*args)
+
+        return run
+
+
+@COMPILED
+def test_a_model_trains_compiled_while_a_thread_samples_from_another():
+    backend, inside, trained = Backend(), Event(), Event()
+
+    def wait(module: nn.Module, args: Any) -> None:
+        inside.set()
+        assert trained.wait(60)
+
+    def sample() -> None:
+        generate(sampled, [3], max_new_tokens=1)
+        score(sampled, [3], [1])
+
+    sampled, model = (torch.compile(rope(n_layer=1), backend=backend, fullgraph=True) for _ in range(2))
+    sampled.blocks[0].register_forward_pre_hook(wait)
+    tokens = torch.randint(23, (2, BLOCK))
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        assert inside.wait(60)
+        for _ in range(3):
+            model(tokens, tokens).backward()
+        trained.set()
+        sampling.result()
+    assert backend.threads == [get_ident()] * 3
+    assert model.wte.weight.grad is not None
+
+
+@COMPILED
+@pytest.mark.parametrize("error", [(None, None, None), (ValueError, ValueError(), None)], ids=["", "with an error"])
+def test_two_threads_and_the_user_leave_torchs_compiler_as_it_was_in_any_order(error: Any):
+    backend, orders = Backend(), set(permutations([0, 0, 1, 1, 2, 2]))  # who enters, and at the second time exits
+    function = torch.compile(lambda x: x + 1, backend=backend)
+
+    def is_compiled() -> bool:
+        backend.threads.clear()
+        function(torch.ones(2))
+        return backend.threads == [get_ident()]
+
+    assert is_compiled()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as user:
+        for order in orders:
+            entered: dict[int, Any] = {}
+            for who in order:
+                thread = (one, other, user)[who]
+                if who in entered:
+                    thread.submit(entered.pop(who).__exit__, *error).exception()
+                    assert thread.submit(is_compiled).result()
+                else:
+                    new = torch.compiler.set_stance("fail_on_recompile") if thread is user else evaluation()
+                    thread.submit(new.__enter__).result()
+                    assert thread.submit(is_compiled).result() == (thread is user)
+                    entered[who] = new
+            assert is_compiled()
+    try:
+        with evaluation():
+            torch.compiler.set_stance("force_eager")  # for good
+        assert not is_compiled()
+    finally:
+        torch.compiler.set_stance("default")
 
 
 @COMPILED
