@@ -129,8 +129,7 @@ def stream(
             logits = decoder.logits.float()  # (B, V)
             tokens = draw(logits, filters, uniforms.next(), seen, unused)  # (B,)
             ids, last = tokens.tolist(), i + 1 == max_new_tokens
-            # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
-            if max(ids) >= logits.size(-1) or (i == 0 and not logits.amax(dim=-1).isfinite().all()):
+            if max(ids) == size:
                 raise RunError(NON_FINITE)
             of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
             texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]

@@ -27,14 +27,14 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     if sampling.temperature != 1:
         if sampling.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
             logits = logits - logits.amax(dim=-1, keepdim=True)
-        logits = logits / max(sampling.temperature, 1e-30)
+        logits = logits / min(max(sampling.temperature, 1e-30), 1e30)  # a number of float32
     if sampling.top_k is not None and sampling.top_k < logits.size(-1):  # `topk` breaks ties: exactly k are kept
         kept, index = logits.topk(sampling.top_k)  # (B, k)
         logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
     if sampling.top_p is not None and sampling.top_p < 1:
         descending, index = logits.sort(dim=-1, descending=True)
         p = descending.softmax(dim=-1)
-        excluded = p.cumsum(dim=-1) - p >= sampling.top_p  # the more likely tokens reach top_p
+        excluded = p.cumsum(dim=-1) - p >= max(sampling.top_p, 1e-30)  # the more likely tokens reach top_p
         descending = descending.masked_fill(excluded, float("-inf"))
         logits = torch.empty_like(logits).scatter(-1, index, descending)
     if sampling.min_p:
@@ -48,22 +48,23 @@ def draw(
 ) -> Tensor:
     """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1).
 
-    `unused` (V,): true for the ids that are not drawn, from `unused_ids`.
+    V is returned where the maximum of the logits is NaN or infinite. `unused` (V,): from `unused_ids`.
     """
     if unused is not None:
-        logits = logits.masked_fill(unused, float("-inf"))
+        logits = logits + unused  # NaN and infinity plus -inf are not finite either
     logits = filter_logits(logits, sampling, seen)
     if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
-    # In float64, a number below 1 times the total stays below the total.
+        largest, tokens = logits.max(dim=-1)  # the first of equal ones
+        return tokens.where(largest.abs() < float("inf"), logits.size(-1))
+    # Of NaN the target is NaN, after all. In float64, a number below 1 times the total stays below the total.
     cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
 
 
 def unused_ids(tokens: Container[int], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return a mask (V,) of the ids below `vocab_size` that are no token, or None if there are none."""
-    unused = torch.tensor([i not in tokens for i in range(vocab_size)])
+    """Return -inf for the ids below `vocab_size` that are no token and 0 for others, (V,), or None if all are tokens."""
+    unused = torch.tensor([0.0 if i in tokens else float("-inf") for i in range(vocab_size)])
     return unused.to(device) if unused.any() else None
 
 

@@ -11,8 +11,11 @@ from models import make_model, overlap
 from tolerance import assert_near, rounding, terms_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from minigpt.decoder import Decoder
+from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import Sample, generate, score, stream
 from minigpt.generation_settings import Sampling
+from minigpt.graph_decoder import GraphDecoder
 from minigpt.model import GPT
 from minigpt.utils.errors import RunError, UserError
 
@@ -278,12 +281,24 @@ def test_a_model_may_exclude_tokens(options: dict[str, Any]):
     assert first not in generate(model, [3], max_new_tokens=20, **options)[0].tokens
 
 
-def test_nan_logits_raise_an_error():
-    model = make()
-    model.wte.weight.data[3] = float("nan")
-    for temperature in (0.0, 1.0):
-        with pytest.raises(RunError, match="logits are NaN or infinite"):
-            generate(model, [3], max_new_tokens=2, temperature=temperature)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 0, "repetition_penalty": 2.0}], ids=str)
+@pytest.mark.parametrize("kind", [Decoder, FastDecoder, GraphDecoder])
+@pytest.mark.parametrize("n_before", [0, 2])
+def test_nan_logits_raise_an_error_at_their_step(
+    n_before: int, kind: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "minigpt.generation.make_decoder", kind if kind is not Decoder else lambda *args: kind(*args[:3])
+    )
+    model = make(position="rope", tie_embeddings=False)
+    text = [3, *generate(model, [3], max_new_tokens=3, **options)[0].tokens]
+    at = next(i for i in range(n_before, 4) if text[i] not in text[:i])
+    model.wte.weight.data[text[at]] = float("nan")
+    found = list[int]()
+    with pytest.raises(RunError, match="logits are NaN or infinite"):
+        for step in stream(model, [3], max_new_tokens=20, tokenizer=Letters(range(23)), **options):
+            found += step.tokens
+    assert found == text[1 : at + 1]
 
 
 def make(**settings: Any) -> GPT:

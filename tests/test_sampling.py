@@ -70,6 +70,54 @@ def test_extreme_values_keep_the_most_likely_token(values: dict[str, Any]):
     assert torch.equal(draw(logits, Sampling(**values), uniform), logits.argmax(-1))
 
 
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0, 5e-324, 1e-300, 1e-38, 0.0099, 1e38, 1e300),
+    "top_k": (None, 1, 2**63 - 1),
+    "top_p": (None, 5e-324, 1e-320, 1e-40, 1 - 2.0**-53),
+    "min_p": (None, 5e-324, 1e-40, 1 - 2.0**-53, 1.0),
+    "repetition_penalty": (1.0, 0.01, 100.0),
+}
+
+
+@pytest.mark.parametrize("temperature", EXTREMES["temperature"])
+def test_the_most_likely_token_is_kept_and_one_with_probability_drawn_whatever_the_values(temperature: float):
+    logits = torch.stack([torch.randn(30), torch.zeros(30), 1e30 * torch.randn(30), -1e4 - torch.arange(30.0)])
+    logits[0, 3:9] = logits[0].max()  # ties
+    logits[:, 20:] -= float("inf")
+    seen, first, largest = torch.rand(4, 30) < 0.5, torch.zeros(4), torch.full((4,), 1 - 2.0**-53, dtype=torch.float64)
+    names = [name for name in EXTREMES if name != "temperature"]
+    for values in product(*(EXTREMES[name] for name in names)):
+        sampling = Sampling(temperature, **dict(zip(names, values, strict=True)))
+        before = filter_logits(logits, Sampling(0, repetition_penalty=sampling.repetition_penalty), seen)
+        kept = filter_logits(logits, sampling, seen)
+        assert (kept.isfinite() & (before == before.amax(-1, keepdim=True))).any(-1).all()
+        for uniform in (first, largest):
+            drawn = draw(logits, sampling, uniform, seen)
+            assert drawn.max() < 20
+            assert kept.softmax(-1).gather(-1, drawn[:, None]).all()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"temperature": 1e-3, "top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("unused", [None, torch.tensor([0.0, 0.0, -INF, 0.0])], ids=["", "unused"])
+def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(values: dict[str, Any], unused: torch.Tensor | None):
+    wrong = [
+        [NAN, 1, 2, 3],
+        [1, 2, NAN, 3],
+        [1, 2, 3, INF],
+        [1, 2, INF, 3],
+        [-INF, -INF, -INF, -INF],
+        [NAN, -INF, 0, INF],
+    ]
+    right = [[-INF, 1, 0, -INF], [-3e38, 3e38, -INF, -INF]]
+    for penalty in (1.0, 2.0):
+        seen, sampling = torch.rand(8, 4) < 0.5, Sampling(repetition_penalty=penalty, **values)
+        drawn = draw(torch.tensor(wrong + right), sampling, torch.rand(8), seen, unused)
+        assert (drawn == 4).tolist() == [True] * 6 + [False] * 2
+
+
 def test_temperature_zero_takes_the_first_of_tied_tokens():
     tied = torch.full((1, 50), -1.0)
     tied[0, 7::2] = 3.0
