@@ -55,7 +55,7 @@ def draw(
     logits = filter_logits(logits, sampling, seen)
     if sampling.temperature == 0:
         largest, tokens = logits.max(dim=-1)  # the first of equal ones
-        return tokens.where(largest.abs() < float("inf"), logits.size(-1))
+        return tokens.masked_fill_((largest - largest).bool(), logits.size(-1))  # NaN, else 0
     # Of NaN the target is NaN, after all. In float64, a number below 1 times the total stays below the total.
     cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
@@ -63,7 +63,7 @@ def draw(
 
 
 def unused_ids(tokens: Container[int], vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return -inf for the ids below `vocab_size` that are no token and 0 for others, (V,), or None if all are tokens."""
+    """Return -inf for ids below `vocab_size` that are no token and 0 for others, (V,); None if all are tokens."""
     unused = torch.tensor([0.0 if i in tokens else float("-inf") for i in range(vocab_size)])
     return unused.to(device) if unused.any() else None
 
