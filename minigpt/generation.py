@@ -127,7 +127,7 @@ def stream(
                 row[prompt] = True
         for i in range(max_new_tokens):
             logits = decoder.logits.float()  # (B, V)
-            tokens = draw(logits, filters, uniforms.next(), seen, unused)  # (B,)
+            tokens = draw(logits, filters, uniforms.number(i), seen, unused)  # (B,)
             ids, last = tokens.tolist(), i + 1 == max_new_tokens
             if max(ids) == size:
                 raise RunError(NON_FINITE)

@@ -74,12 +74,12 @@ class PerSampleRNG:
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.device = torch.device("cpu") if device.type == "mps" else device
-        self._used = _NUMBERS_PER_REFILL
+        self._block = -1
 
-    def next(self) -> Tensor:
-        """Return the next number of each generator, (B,)."""
-        if self._used == _NUMBERS_PER_REFILL:
+    def number(self, i: int) -> Tensor:
+        """Return number i of each generator, (B,); i may be that of the call before, or one more, from 0 on."""
+        if i // _NUMBERS_PER_REFILL != self._block:
             columns = [torch.rand(_NUMBERS_PER_REFILL, generator=generator) for generator in self.generators]
-            self._numbers, self._used = torch.stack(columns, dim=1).double().to(self.device), 0
-        self._used += 1
-        return self._numbers[self._used - 1]
+            self._numbers = torch.stack(columns, dim=1).double().to(self.device)
+            self._block = i // _NUMBERS_PER_REFILL
+        return self._numbers[i % _NUMBERS_PER_REFILL]

@@ -325,8 +325,8 @@ def expected(
     texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]
     for i, text in enumerate(texts):
         uniforms = PerSampleRNG([seed + i % num_samples], torch.device("cpu"))
-        for _ in range(n):
+        for j in range(n):
             with evaluation():
                 logits = model(torch.tensor([text]))[:, -1].float()
-            text.append(int(draw(logits, Sampling(**settings), uniforms.next())))
+            text.append(int(draw(logits, Sampling(**settings), uniforms.number(j))))
     return [text[-n:] for text in texts]

@@ -8,16 +8,15 @@ Shapes: B running requests, V vocab.
 """
 
 import asyncio
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ from minigpt.cpu_threads import ThreadBalancer
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.decoder import make_decoder
-from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
+from minigpt.fast_decoder import drop_older_half, first_window
+from minigpt.generation import NON_FINITE, check_ids, score_logits, score_windows
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, draw, unused_ids
@@ -109,9 +109,10 @@ class Engine:
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
             if (needed := self._decoder.cache_bytes(1, request.length)) > self.max_cache_bytes:
-                most, found = (f"{size / 1e6:,.0f} MB" for size in (self.max_cache_bytes, needed))
-                advice = f"of {request.length:,} tokens; use fewer max_tokens"
-                raise UserError(f"the key-value cache of a sample must be at most {most}, got {found} {advice}")
+                raise UserError(
+                    f"the key-value cache of a sample must be at most {self.max_cache_bytes / 1e6:,.0f} MB, "
+                    f"got {needed / 1e6:,.0f} MB of {request.length:,} tokens; use fewer max_tokens"
+                )
         stream = TokenStream(requests, self)
         self._check_room(len(stream.jobs))
         self._jobs += stream.jobs
@@ -176,13 +177,27 @@ class Engine:
                 self._step()
                 if change := self._threads.end():
                     log(change)
-        except Exception as error:  # of the model, such as a lack of memory
-            failed, self._running = self._running, []
-            self._send([(job.stream, error) for job in failed if not job.ended])
+        except Exception:  # of the model, such as a lack of memory
+            self._step_alone()
         if not self._running:
             self._decoder = make_decoder(self.model)  # with an empty cache
         if self._running or self._waiting:
             self._thread.submit(self._work)  # raises if the engine is closed
+
+    def _step_alone(self) -> None:
+        """End the requests whose step raises an exception alone too; the others take it so, and then join again."""
+        jobs = self._running
+        for job in jobs:
+            self._running = [job]
+            self._decoder = make_decoder(self.model)
+            try:
+                self._decoder.add(job.context)
+                self._step()
+            except Exception as error:
+                job.ended = True
+                self._send([(job.stream, error)])
+        self._running = []
+        self._waiting = jobs + self._waiting
 
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
@@ -196,8 +211,8 @@ class Engine:
         """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal ones once."""
         self._waiting = [job for job in self._waiting if not job.ended]
         room, unread = self.max_running - len(self._running), self.model.config.block_size
-        for prompt, group in groupby(self._waiting[:room], lambda job: job.request.prompt):
-            unread -= len(prompt[-self.model.config.block_size :])
+        for context, group in groupby(self._waiting[:room], lambda job: job.context):
+            unread -= len(context)
             if unread < 0:
                 break
             jobs = list(group)
@@ -208,23 +223,20 @@ class Engine:
             joining = jobs[:room]
             del self._waiting[: len(joining)]
             self._running += joining
-            self._decoder.add(prompt, len(joining))
-            if joining != jobs:
-                break
+            self._decoder.add(context, len(joining))
 
     def _step(self) -> None:
         """Add one token to every running request."""
-        last = torch.tensor([job.last for job in self._running], device=self._decoder.device)
+        last = torch.tensor([job.context[-1] for job in self._running], device=self._decoder.device)
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        scored = Score(logits.amax(dim=-1), torch.zeros_like(tokens), [[]] * len(tokens))  # finite if all logits are
+        rows: Iterable[Any] = [(token, 0.0, 0, []) for token in tokens.tolist()]
         if n_tops:
             scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))  # of NaN: V is drawn
-        columns = (tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top)
-        rows = zip(self._running, *columns, strict=True)
-        items = [(job.stream, job.append(*token)) for job, *token in rows if not job.ended]
-        self._send(items, at_once=any(job.ended or job.n_tokens == 1 for job in self._running))
+            rows = zip(tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top, strict=True)
+        for job, token in zip(self._running, rows, strict=True):
+            self._send([(job.stream, job.append(*token))], at_once=job.ended or job.n_tokens == 1)
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw a token for every running request, (B,), in one batch for each of their sampling settings."""
@@ -234,13 +246,12 @@ class Engine:
         tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for sampling, rows in groups.items():
             jobs = [self._running[row] for row in rows]
-            uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
             index = rows if len(groups) > 1 else slice(None)  # without a copy
             tokens[index] = draw(
                 logits[index],
                 sampling,
-                uniforms,
+                torch.cat([job.uniforms.number(job.n_tokens) for job in jobs]),
                 torch.stack(seen) if seen else None,
                 self._unused,
             )
@@ -290,31 +301,43 @@ class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
 
     def __init__(self, request: SampleRequest, index: int, stream: TokenStream, engine: Engine) -> None:
-        device = engine.model.wte.weight.device
+        device, self.config = engine.model.wte.weight.device, engine.model.config
         self.request, self.index, self.stream = request, index, stream
-        self.last, self.n_tokens, self.ended = request.prompt[-1], 0, False
+        self.n_tokens, self.ended = 0, False
+        # The tokens that the next one sees, as in a decoder.
+        self.context = [*first_window(request.prompt, self.config.block_size), request.prompt[-1]]
         self.detokenizer = Detokenizer(engine.tokenizer, request.stop, request.prompt)
         self.uniforms = PerSampleRNG([request.seed], device)
         self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(engine.model.config.vocab_size, dtype=torch.bool, device=device)
+            self.seen = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=device)
             self.seen[request.prompt] = True
 
     def append(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Token | Exception:
-        """Append a token; return it, or the error if the logits are NaN or infinite, and with them `logprob`."""
-        if not math.isfinite(logprob):
+        """Append a token; return it, or the error if the logits are NaN or infinite, which is token V."""
+        if token == self.config.vocab_size:
             self.ended = True
             return RunError(NON_FINITE)
-        self.last, self.n_tokens = token, self.n_tokens + 1
+        full = self.n_tokens + 1 == self.request.max_new_tokens
+        text = self.detokenizer.append(token, last=full)
+        self.n_tokens += 1
+        drop_older_half(self.context, self.config.block_size)
+        self.context.append(token)
         if self.seen is not None:
             self.seen[token] = True
-        full = self.n_tokens == self.request.max_new_tokens
-        text = self.detokenizer.append(token, last=full)
         reason = "stop" if self.detokenizer.stopped else "length" if full else None
         self.ended |= reason is not None
-        n_top, n_held = self.request.n_top, len(self.detokenizer.held)
-        shown = None if n_top is None else logprob
-        return Token(token, shown, rank, top[: n_top or 0], reason, self.index, text, n_held)
+        n_top = self.request.n_top
+        return Token(
+            token,
+            None if n_top is None else logprob,
+            rank,
+            top[: n_top or 0],
+            reason,
+            self.index,
+            text,
+            n_held=len(self.detokenizer.held),
+        )
 
 
 def memory(device: torch.device) -> int:

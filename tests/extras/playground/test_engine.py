@@ -1,9 +1,11 @@
 """The engine against `generate`: the tokens of a request do not depend on what else runs."""
 
 import asyncio
+import pkgutil
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from models import make_model
 from tolerance import assert_near, terms_of
 
+from minigpt.decoder import Decoder
 from minigpt.extras.playground.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
@@ -217,13 +220,97 @@ def test_nan_logits_end_their_request_alone():
     assert_as_generate(model, request, serve(model, ask))
 
 
+def fail_if(is_culprit: Callable[..., bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if is_culprit(*args, **kwargs):
+            raise RuntimeError("of the culprit")
+        return function(*args, **kwargs)
+
+    return patched
+
+
+ENGINE, FAST = "minigpt.extras.playground.engine.", "minigpt.fast_decoder.FastDecoder."
+# What raises, when, and the request for which it does. Token 23 is in no other, because it is never drawn.
+FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
+    "hook": ("", lambda module, args, x: 23 in args[0], {"prompt": [4, 23]}),
+    "step": (FAST + "step", lambda decoder, tokens: 23 in tokens, {"prompt": [4, 23]}),
+    "step at its end": (FAST + "_next_logits", lambda decoder, tokens, slot: 23 in tokens, {"prompt": [4, 23]}),
+    "prefill": (FAST + "_read", lambda decoder, texts, rows: [23] in texts, {"prompt": [23, 4]}),
+    "draw": (ENGINE + "draw", lambda logits, sampling, *args: sampling.top_k == 9, {"sampling": Sampling(top_k=9)}),
+    "score": (ENGINE + "score_logits", lambda logits, tokens, n_top: n_top == 9, {"n_top": 9}),
+    "text": (ENGINE + "Detokenizer.append", lambda own, token, last: own.stop_ids == {9}, {"stop": (9,)}),
+}
+
+
+async def join_late(engine: Engine, first: list[SampleRequest], late: SampleRequest) -> tuple[list[list[Token]], Any]:
+    """Return the tokens of requests that run when another joins, and what becomes of that."""
+    streams = [engine.generate(request) for request in first]
+    begun = [await anext(stream) for stream in streams]
+    found = await asyncio.gather(*map(collect, (*streams, engine.generate(late))), return_exceptions=True)
+    return [[token, *rest] for token, rest in zip(begun, found, strict=False)], found[-1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.MonkeyPatch):
+    target, is_culprit, values = FAULTS[fault]
+    model, raised = make(vocab_size=24, position="rope", smear=1), RuntimeError("of the culprit")
+    function = pkgutil.resolve_name(target) if target else lambda *args: None
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if is_culprit(*args, **kwargs):
+            raise raised
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(target, fail) if target else model.wte.register_forward_hook(fail)
+    requests = [
+        SampleRequest([1, 2, 3 + i], 6 + 5 * i, Sampling(**each), seed=i, n_top=i) for i, each in enumerate(SETTINGS)
+    ]
+    culprit = SampleRequest(**{"prompt": [4], "max_new_tokens": 20, **values})
+    found, error = serve(model, lambda engine: join_late(engine, requests, culprit))
+    assert error is raised
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_requests_whose_steps_fail_together_get_their_tokens(is_changed: bool, monkeypatch: pytest.MonkeyPatch):
+    model, calls, kind = make(**ARCHITECTURES["modern"]), count(), Decoder if is_changed else FastDecoder
+    if is_changed:
+        model.blocks[0].register_forward_hook(lambda module, args, x: x)
+    step = kind.step
+
+    def lack_memory(decoder: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = step(decoder, tokens)
+        if len(tokens) > 1 and next(calls) % 3 == 2:
+            raise RuntimeError("no memory")
+        return logits
+
+    requests = [SampleRequest([1, 2, 3 + i], 36, Sampling(**each), seed=i) for i, each in enumerate(SETTINGS[::2])]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "step", lack_memory)
+        found = serve(model, lambda engine: collect_all(engine, requests))
+    assert next(calls) > 10
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+
+
+def test_no_value_of_a_setting_ends_a_request():
+    model = make(vocab_size=40)  # of which 17 are no token
+    requests = [SampleRequest([3], 30, Sampling(**each), seed=i) for i, each in enumerate(SETTINGS)]
+    requests += [SampleRequest([3], 30, Sampling(top_p=1e-320)), SampleRequest([3], 30, Sampling(1e300))]
+    found = serve(model, lambda engine: collect_all(engine, requests))
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+    assert [token.id for token in found[-2]] == [token.id for token in found[0]]
+
+
 def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "minigpt.extras.playground.engine._SEND_SECONDS", 0
     )  # else all steps may be sent together, at the end
     model, text = make(), torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    async def count(engine: Engine) -> tuple[list[Token], int]:
+    async def count_tokens(engine: Engine) -> tuple[list[Token], int]:
         async with aclosing(engine.generate(ENDLESS)) as other:
             await anext(other)
             scoring, n_tokens = asyncio.create_task(engine.score(text, n_top=3)), 0
@@ -232,7 +319,7 @@ def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkey
                 n_tokens += 1
             return scoring.result(), n_tokens
 
-    (first, *found), n_tokens = serve(model, count)
+    (first, *found), n_tokens = serve(model, count_tokens)
     assert n_tokens > 10  # of windows of 16 tokens
     expected = score(model, text[1:], text[:1], n_top=3)
     assert (first.id, first.logprob, first.top) == (text[0], None, [])
