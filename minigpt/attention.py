@@ -53,7 +53,8 @@ def attend(
     if causal and not kernel_causal and T > 1:  # a single query is the last one, which sees all keys
         mask = _visible(T, S, mask, q.device)
     gqa = bool(q.size(1) != k.size(1))
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
+    matrix = None if mask is None else torch.atleast_2d(mask)  # the kernel takes no mask of fewer dimensions
+    return F.scaled_dot_product_attention(q, k, v, matrix, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
 
 
 def attend_explicit(

@@ -7,9 +7,7 @@ Shapes: B samples, T tokens, V vocab.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +104,8 @@ def stream(
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
     filters, model = Sampling(**sampling), unwrap(model)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
+    first = batch[0] if isinstance(batch, Sequence) and batch else None
+    is_batch = bool(getattr(first, "ndim", hasattr(first, "__len__")))  # a tensor of no dimension is an id
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
     prompt_of_samples = [prompt for prompt in prompt_ids for _ in range(num_samples)]
     samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
@@ -195,8 +194,7 @@ def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
 def check_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    with suppress(TypeError):  # index takes the integers of NumPy and torch
-        checked = [index(i) for i in ids if not isinstance(i, bool)] if isinstance(ids, Sequence) else []
-        if 0 < len(checked) == len(ids) and min(checked) >= 0 and max(checked) < vocab_size:
-            return checked
+    items = [i.tolist() if hasattr(i, "tolist") else i for i in ids] if isinstance(ids, Sequence) else []
+    if items and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in items):
+        return items
     raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")

@@ -27,7 +27,8 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     mask = None
     if draw(st.booleans()):
-        shape = draw(st.sampled_from([(T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (B, K * groups, T, S)]))
+        sizes = [draw(st.sampled_from([1, size])) for size in (B, K * groups, T, S)]
+        shape = sizes[draw(st.integers(0, 4)) :]  # from a number to (B, H, T, S)
         mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.5, 0.9]))
     return {**tensors, "causal": draw(st.booleans()), "mask": mask, "scale": draw(st.none() | st.floats(0.01, 1.5))}
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import make_model, overlap
@@ -87,7 +88,8 @@ def test_sampling_neither_uses_nor_changes_the_global_random_state():
 
 def test_prompts_are_tensors_or_sequences_alone_or_in_a_list():
     model, a, b = make(), torch.tensor([3, 7]), torch.tensor([1])
-    for prompt in (a, a.int(), (3, 7), [(3, 7)], a.numpy(), [*a.numpy()], [a.numpy()]):
+    arrays = (a.numpy(), [*a.numpy()], [a.numpy()], tuple(map(np.array, (3, 7))))
+    for prompt in (a, a.int(), [*a], [[*a]], (3, a[1]), [a[0], 7], (3, 7), [(3, 7)], range(3, 8, 4), *arrays):
         assert texts(model, prompt, max_new_tokens=20) == texts(model, [[3, 7]], max_new_tokens=20)
     for prompts in ([a, [1]], (a, b)):
         assert texts(model, prompts, max_new_tokens=20) == texts(model, [[3, 7], [1]], max_new_tokens=20)
@@ -228,7 +230,9 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, valu
 
 
 def test_invalid_token_ids_are_refused():
-    for prompt in ([], [[1], []], [3, 23], [-1], torch.tensor([1.0, 2.0]), 3, "abc", None, [True]):
+    tensors = [torch.tensor(x) for x in (True, 1.0, -1, 23)]
+    sequences = [[3, item] for item in (*tensors, *(x.numpy()[()] for x in tensors), 1.0, True, 23, -1, None, "a", [3])]
+    for prompt in ([], [[1], []], torch.tensor([1.0, 2.0]), *tensors, 3, "abc", None, range(0), *sequences):
         with pytest.raises(UserError, match="prompt"):
             generate(make(), prompt, max_new_tokens=3)
         for text, start in ((prompt, [3]), ([3], prompt)):
