@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from minigpt.decoder import Decoder, make_decoder
 from minigpt.extras.playground.engine import SampleRequest
 from minigpt.fast_decoder import FastDecoder
-from minigpt.generation import generate, score
+from minigpt.generation import generate, score, stream
 from minigpt.generation_settings import Sampling
 from minigpt.model import GPT, MLP
 from minigpt.model_changes import evaluation, find_change
@@ -188,9 +188,11 @@ def test_a_model_trains_compiled_while_a_thread_samples_from_another():
         inside.set()
         assert trained.wait(60)
 
-    def sample() -> None:
-        generate(sampled, [3], max_new_tokens=1)
+    def sample() -> int:
+        next(stream(sampled, [3], max_new_tokens=9))  # and no further
         score(sampled, [3], [1])
+        model(tokens, tokens)
+        return get_ident()
 
     sampled, model = (torch.compile(rope(n_layer=1), backend=backend, fullgraph=True) for _ in range(2))
     sampled.blocks[0].register_forward_pre_hook(wait)
@@ -200,9 +202,10 @@ def test_a_model_trains_compiled_while_a_thread_samples_from_another():
         assert inside.wait(60)
         for _ in range(3):
             model(tokens, tokens).backward()
+        assert backend.threads == [get_ident()] * 3
         trained.set()
-        sampling.result()
-    assert backend.threads == [get_ident()] * 3
+        sampler = sampling.result()
+    assert backend.threads[3:] == [sampler]
     assert model.wte.weight.grad is not None
 
 

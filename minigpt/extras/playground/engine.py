@@ -78,7 +78,8 @@ class Engine:
 
     Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues the next one. The KV
     cache grows with the texts and is freed when no request is left. A request waits while the cache could outgrow
-    `max_cache_bytes` with it before it ends.
+    `max_cache_bytes` with it before it ends. After an exception, each running request takes its step alone, and only
+    those that raise it again end.
     """
 
     max_running = 32  # requests that are decoded in one batch
@@ -189,8 +190,8 @@ class Engine:
         jobs = self._running
         for job in jobs:
             self._running = [job]
-            self._decoder = make_decoder(self.model)
             try:
+                self._decoder = make_decoder(self.model)
                 self._decoder.add(job.context)
                 self._step()
             except Exception as error:
