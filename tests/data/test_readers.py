@@ -392,6 +392,7 @@ def test_fifos_and_sockets_in_a_folder_are_skipped_and_never_opened(tmp_path, ca
 def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, capsys, monkeypatch):
     output = ["runs/x/log.txt", "runs/x/samples.txt", "runs/x/wandb/files/a.md", "runs/s/sweep.md", "runs/s/0/log.txt"]
     output += ["data/tinyshakespeare.txt", "data/stdin-0123.txt", "data/tokens/a.txt", "data/tiktoken/b.md"]
+    output += ["data/tinyshakespeare-stand-in-0123456789ab.txt", "data/stdin-0123-0123456789ab.txt"]
     texts = [
         "a.txt",
         "data/mine.txt",

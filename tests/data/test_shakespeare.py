@@ -1,11 +1,13 @@
 """The search for tiny shakespeare, and the stand-in without a network."""
 
+import os
 import re
 
 import pytest
 from corpora import corpus_of, documents, serving, sha256, texts_on_disk, values
 
 from minigpt.data import sources
+from minigpt.utils.errors import UserError
 
 LITTLE = b"a little text\nin two lines\n"
 
@@ -47,6 +49,42 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
         assert sources.find_text(server.settings).read_bytes() == LITTLE
     assert (folder / "little.txt").read_bytes() == b"of the user"
     assert server.requests == 3
+
+
+def occupy(path, kind):
+    """Put something of the user at a path; return a function that reads it."""
+    if kind == "folder":
+        path.mkdir()
+        (path / "notes.md").write_text("of the user")
+        return lambda: (path / "notes.md").read_text()
+    if kind == "broken link":
+        path.symlink_to("unmounted/disk.txt")
+        return lambda: os.readlink(path)
+    path.write_text("of the user")
+    return path.read_text
+
+
+@pytest.mark.parametrize("kind", ["edited text", "folder", "broken link"])
+def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(tmp_path, server, kind, plays):
+    folder, settings = tmp_path / "data", server.settings | {"source": "download"}
+    folder.mkdir()
+    read = {name: occupy(folder / name, kind) for name in ("little.txt", "little-stand-in.txt", "checksums.json")}
+    before = {name: of_user() for name, of_user in read.items()}
+    for requests in (1, 1):  # the second run has the text
+        corpus = corpus_of(None, **settings)
+        assert ("".join(texts_on_disk(corpus)), corpus.name) == (LITTLE.decode(), "little")
+        assert server.requests == requests
+    (folder / f"little-{sha256(LITTLE)[:12]}.txt").unlink()
+    server.faults += [404] * 6
+    for _ in range(2):
+        corpus = corpus_of(None, **settings)
+        assert ("".join(texts_on_disk(corpus)), corpus.name[:16]) == (plays[:1000], "little-stand-in-")
+    copy = f"little-{sha256(LITTLE)[:12]}.txt"
+    read[copy] = occupy(folder / copy, kind)
+    with pytest.raises(UserError, match=f"^{folder / copy} must have the checksum of its name, or be free"):
+        sources.find_text(server.settings)
+    assert {name: of_user() for name, of_user in read.items()} == before | {copy: read[copy]()}
+    assert server.requests == 7
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):

@@ -194,6 +194,17 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
         find(path=f"/dev/fd/{terminal}")
 
 
+def test_a_copy_of_a_pipe_that_was_edited_is_neither_read_for_it_nor_replaced(find, pipe, tmp_path):
+    edited = tmp_path / f"data/stdin-{sha256(b'To be')[:16]}.txt"
+    for _ in range(2):  # the second finds the copy
+        edited.parent.mkdir(exist_ok=True)
+        edited.write_text("Not to be")
+        source, _ = find(path=pipe("To be"))
+        assert (texts_of(source), source.sha256) == (["To be"], sha256(b"To be"))
+        assert edited.read_text() == "Not to be"
+        assert len([*edited.parent.glob("stdin-*")]) == 2
+
+
 def test_the_prompt_and_the_scored_text_may_be_a_pipe(pipe):
     assert documents(read_texts(pipe("To be\r\n"), "--score")) == ["To be\n"]
 

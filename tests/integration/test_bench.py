@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from corpora import SHAKESPEARE, needs_shakespeare, values
 from models import draw_weights
 from small_runs import SCRIPTS, composed
 
@@ -26,6 +27,21 @@ def bench(*arguments, folder, script="bench"):
     command, env = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
+
+
+@needs_shakespeare
+def test_the_text_of_a_benchmark_is_found_beside_one_of_the_user(tmp_path, monkeypatch):
+    import common
+
+    settings = values("shakespeare_char")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "configs").symlink_to(SCRIPTS.parent / "configs")
+    (tmp_path / "data/tinyshakespeare.txt").write_text("of the user")
+    copy = tmp_path / f"data/tinyshakespeare-{settings['sha256'][:12]}.txt"
+    copy.write_bytes(SHAKESPEARE.read_bytes())
+    monkeypatch.delenv("MINIGPT_DATA_DIR")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    assert common.text_file() == copy
 
 
 @pytest.mark.slow
