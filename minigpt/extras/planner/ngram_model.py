@@ -28,7 +28,7 @@ def ngram_losses(train: Array, val: Array, vocab_size: int, longest: int) -> tup
     (count + kinds · p) / (total + kinds), where `kinds` is the number of distinct tokens that followed.
 
     Args:
-        train, val: token ids (N,), with more than `longest` in each.
+        train, val: token ids (N,), with at least `longest` in each.
 
     Returns:
         By n from 1 to `longest`: the loss on `val` in nats per token, and the number of distinct n-grams in `train`.

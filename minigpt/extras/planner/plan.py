@@ -28,9 +28,11 @@ from minigpt.distributed.process_group import started_together
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads
 from minigpt.model import GPT
+from minigpt.run_config import RunConfig
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.lightning_workarounds import set_up_process
 from minigpt.runs.overrides import given_settings
+from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.runs.trainer import partial_from_config
 from minigpt.sweeps.settings import relevant_settings
@@ -61,6 +63,7 @@ COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
+EMA_STEPS = 1e7  # that an average in single precision can follow
 VALIDATING, MOST_VALIDATIONS = 0.05, 10  # share of the time and number of validations, at most
 
 Settings = dict[str, Any]  # by key, such as "model.n_embd"
@@ -117,7 +120,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         deadline: `time.perf_counter()` when the run should end.
 
     Raises:
-        UserError: the text is too short to plan for, or the time for a step.
+        UserError: the text is too short to plan for, or the time for a step; or the plan is no valid configuration.
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
@@ -151,6 +154,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
+    load_parts(RunConfig.from_hydra(trial), corpus=corpus)  # before the plan is written, which a resumed run reads
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
     unfitted += [f"max_steps below {LEAST_STEPS}"] if trial.max_steps < LEAST_STEPS else []
     if unfitted:
@@ -166,10 +170,13 @@ def read_text(corpus: Corpus) -> Text:
     """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
     if corpus.val.bytes < LEAST_VAL_BYTES:
         found = f"{LEAST_VAL_BYTES:,} bytes of validation text, but the split has {corpus.val.bytes:,} bytes"
-        raise UserError(f"minutes=… needs {found}; use a longer text or a larger data.val_fraction, or set max_steps")
+        raise UserError(
+            f"minutes=… needs {found}; use a longer text or a larger data.val_fraction, or leave minutes out"
+        )
     train, val = corpus.tokens("train"), corpus.tokens("val")
     counted, scored = evenly_spaced(train, COUNTED_TOKENS), evenly_spaced(val, SCORED_TOKENS)
-    losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
+    longest = min(LONGEST_NGRAM, len(counted), len(scored))
+    losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, longest)
     best = losses.index(min(losses))
     return Text(len(train), len(val), best + 1, distinct[best], losses[best])
 
@@ -237,7 +244,8 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
 
 def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
     """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows `possible` tokens."""
-    block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), 1024, text.val_tokens - 1))
+    longest = min(1024, text.tokens - 1, text.val_tokens - 1)  # a window needs the next token too
+    block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), longest))
     per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
     rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
     batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
@@ -266,14 +274,15 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     if "eval_batches" not in given:
         part = min(1.0, VALIDATING * seconds / (validations * whole))
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
+    averaged = min(max(2, 0.05 * steps), EMA_STEPS)
     scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
     return {
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
         "eval_batches": None if part == 1 else max(1, int(part * text.val_tokens / per_batch)),
-        "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
+        "ema_decay": round(1 - 1 / averaged, 3 + int(log10(averaged))),  # 1 - decay has three digits
         "schedule.warmup_steps": min(100, steps // 100),
-        **{f"optimizer.{x}": round(scale * cfg.optimizer[x], 4) for x in ("lr", "adam_lr") if x in cfg.optimizer},
+        **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in ("lr", "adam_lr") if x in cfg.optimizer},
     }
 
 

@@ -1,8 +1,10 @@
 """`minutes=`: the plan is made of settings, keeps those that the user gives, and is that of a resumed run."""
 
 import json
+import math
 import re
 import time
+from contextlib import nullcontext
 
 import pytest
 from hydra.errors import HydraException
@@ -319,6 +321,65 @@ def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg
     assert planned(8 * planning.tokens_per_step(cfg), "max_steps") == 2
     cfg.data.batch_size = 1_000_000  # more than is useful, in one step
     assert planning.length(cfg, set(), text, 0.02, 10_000)["max_steps"] == 1
+
+
+ONE_SIZE = ["model.n_layer=1", "model.n_embd=32"]
+
+
+def test_a_text_of_any_length_has_a_plan_of_windows_that_it_has_or_one_line(plan, text, tmp_path):
+    val, words = tmp_path / "val.txt", text.read_text()
+    val.write_text(words[:1000])
+    for n, block_size in {0: None, 1: None, 2: 1, 7: 4, 8: 4, 9: 8, 119: 64, 129: 128}.items():
+        (tmp_path / "mine.txt").write_text(words[:n])
+        given = [f"data.path={tmp_path}/mine.txt", f"data.val_path={val}", *ONE_SIZE]
+        refused = pytest.raises(UserError, match="^mine.txt is empty" if n == 0 else "^the training split has 1 tok")
+        with refused if n < 2 else nullcontext():
+            settings = plan(*given)["settings"]
+            assert settings["model.block_size"] == block_size
+            assert settings["model.ngram"] <= n
+            assert 0 < settings["optimizer.lr"] < math.inf
+
+
+def test_a_run_that_is_planned_for_two_characters_trains(mine, text, tmp_path):
+    (tmp_path / "mine.txt").write_text("ox")
+    texts = [f"data.path={tmp_path}/mine.txt", f"data.val_path={text}"]
+    given = [*mine, *texts, *ONE_SIZE, "originality=null", "max_steps=2"]
+    summary = minigpt.train([*given, "callbacks.samples=null", f"hydra.run.dir={tmp_path}/run"])
+    assert (summary["status"], summary["steps"]) == ("completed", 2)
+    assert 0 < summary["best_val_loss"] < math.inf
+
+
+@pytest.mark.parametrize("steps", [100, 2200, 399_999, 400_000, 1_234_567, 10**8, 10**18])
+def test_a_planned_average_is_over_a_twentieth_of_the_steps(cfg, steps):
+    cfg.max_steps = steps
+    decay = planning.length(cfg, {"max_steps"}, a_text(), 1e-30, 100)["ema_decay"]
+    assert 0 < decay < 1
+    if steps < 10**9:  # or else an average in single precision would stay as it is
+        assert 1 / (1 - decay) == pytest.approx(steps / 20, rel=0.01)
+    assert len(str(decay)) <= 9
+
+
+def test_a_planned_rate_is_that_of_the_recipe_however_small_it_is(cfg):
+    cfg.max_steps = 200
+    for lr in (0.02, 3e-4, 2e-7):
+        cfg.optimizer.lr = lr
+        assert planning.length(cfg, {"max_steps"}, a_text(), 0.01, 100)["optimizer.lr"] == pytest.approx(2 * lr)
+
+
+def test_a_plan_that_is_refused_is_not_written(mine, tmp_path, monkeypatch):
+    planned_length, wrong = planning.length, {}
+    monkeypatch.setattr(planning, "step_seconds", lambda *_, **__: 0.01)
+    monkeypatch.setattr(planning, "length", lambda *args: planned_length(*args) | wrong)
+    for key, value, message in (
+        ("ema_decay", 1.0, r"^ema_decay must be .*, got 1\.0"),
+        ("model.n_embd", 33, r"^model\.head_dim must be even with model\.position=rope, got 33"),
+        ("model.block_size", 10**6, "^the training split has 18000 tokens, but a window needs"),
+    ):
+        wrong.clear()
+        wrong[key] = value
+        with pytest.raises(UserError, match=message):
+            minigpt.train([*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={tmp_path}/run"])
+        assert not (tmp_path / "run").exists()
 
 
 def test_too_little_text_or_time_and_several_processes_are_errors(plan, mine, tmp_path, monkeypatch):
