@@ -329,10 +329,10 @@ ONE_SIZE = ["model.n_layer=1", "model.n_embd=32"]
 def test_a_text_of_any_length_has_a_plan_of_windows_that_it_has_or_one_line(plan, text, tmp_path):
     val, words = tmp_path / "val.txt", text.read_text()
     val.write_text(words[:1000])
-    for n, block_size in {0: None, 1: None, 2: 1, 7: 4, 8: 4, 9: 8, 119: 64, 129: 128}.items():
+    for n, block_size in {1: None, 2: 1, 7: 4, 119: 64, 129: 128}.items():
         (tmp_path / "mine.txt").write_text(words[:n])
         given = [f"data.path={tmp_path}/mine.txt", f"data.val_path={val}", *ONE_SIZE]
-        refused = pytest.raises(UserError, match="^mine.txt is empty" if n == 0 else "^the training split has 1 tok")
+        refused = pytest.raises(UserError, match="^the training split has 1 tokens, but a window needs")
         with refused if n < 2 else nullcontext():
             settings = plan(*given)["settings"]
             assert settings["model.block_size"] == block_size
@@ -349,14 +349,13 @@ def test_a_run_that_is_planned_for_two_characters_trains(mine, text, tmp_path):
     assert 0 < summary["best_val_loss"] < math.inf
 
 
-@pytest.mark.parametrize("steps", [100, 2200, 399_999, 400_000, 1_234_567, 10**8, 10**18])
-def test_a_planned_average_is_over_a_twentieth_of_the_steps(cfg, steps):
-    cfg.max_steps = steps
-    decay = planning.length(cfg, {"max_steps"}, a_text(), 1e-30, 100)["ema_decay"]
-    assert 0 < decay < 1
-    if steps < 10**9:  # or else an average in single precision would stay as it is
-        assert 1 / (1 - decay) == pytest.approx(steps / 20, rel=0.01)
-    assert len(str(decay)) <= 9
+def test_a_planned_average_is_over_a_twentieth_of_the_steps(cfg):
+    for steps in (100, 2200, 399_999, 400_000, 1_234_567, 10**8, 10**18):
+        cfg.max_steps = steps
+        decay = planning.length(cfg, {"max_steps"}, a_text(), 1e-30, 100)["ema_decay"]
+        # A longer average would stay as it is in single precision.
+        assert 1 / (1 - decay) == pytest.approx(min(10**7, steps / 20), rel=0.01)
+        assert (0 < decay < 1, len(str(decay)) <= 9) == (True, True)
 
 
 def test_a_planned_rate_is_that_of_the_recipe_however_small_it_is(cfg):
