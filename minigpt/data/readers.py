@@ -231,7 +231,8 @@ def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChun
             first = True
         if len(rest) < _BLOCK_BYTES // 2:
             continue
-        whole = rest[: len(rest) - len(separator)]  # which holds no part of a separator at its end
+        # Without what may be a part of a separator, or line breaks at the end of the document.
+        whole = rest[: len(rest) - len(separator)].rstrip(edges)
         if cut := cut_point(whole) or (len(whole) if len(whole) > _MAX_CHUNK_CHARS else 0):
             yield TextChunk(rest[:cut].lstrip(edges) if first else rest[:cut], first)
             first, rest = False, rest[cut:]

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from corpora import ROOT, documents, random_texts, sha256
+from corpora import ROOT, documents, prepare, random_texts, sha256, texts_on_disk
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -236,6 +236,36 @@ def test_a_text_is_one_document_or_those_between_separators_without_the_line_bre
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     parts = [part for one in text.split(actual) if (part := one.strip("\n"))] if separator else [text]
     assert found == parts
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    st.sampled_from(["<|>", r"\n\n", r"\n", r"\n#\n", "aa", "aba", "a"]),
+    st.lists(st.text("ab#<|> \n", max_size=9) | st.sampled_from(["\n" * 40, "b" * 40, "<" * 40]), max_size=20),
+    st.integers(1, 9),
+    st.integers(1, 12),
+)
+@example("<|>", ["b<|>", "\n" * 40, "b"], 9, 1)  # line breaks before a document …
+@example("<|>", ["b", "\n" * 40, "<|>b"], 9, 1)  # … after it …
+@example("<|>", ["b", "\n" * 40, "b"], 9, 1)  # … and in it
+def test_documents_are_those_of_a_split_wherever_blocks_and_chunks_end(separator, parts, block, chunk):
+    text, actual = "".join(parts), separator.replace(r"\n", "\n")
+    blocks = [text[begin : begin + block] for begin in range(0, len(text), block)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_BLOCK_BYTES", 2 * chunk), ("_MAX_CHUNK_CHARS", chunk), ("_CUT_WINDOW", chunk)):
+            patch.setattr(readers, name, value)
+        chunks = list(readers.text_chunks(blocks, separator))
+    assert all(chunk.text for chunk in chunks)
+    assert documents(chunks) == [stripped for one in text.split(actual) if (stripped := one.strip("\n"))]
+
+
+@pytest.mark.parametrize("text", ["\nb", "b\n", "b\nb"])
+def test_a_megabyte_of_line_breaks_is_no_border_of_documents(tmp_path, text):
+    parts = ["One day.", text.replace("\n", "\n" * (5 << 18)), "The end."]
+    (tmp_path / "val.txt").write_text("Another one.")
+    corpus = prepare("<|>".join(parts), tmp_path, "byte", separator="<|>", val_path=f"{tmp_path}/val.txt")
+    assert texts_on_disk(corpus)[0] == "\n".join(part.strip("\n") for part in parts)
+    assert corpus.train.documents == 3
 
 
 def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):

@@ -332,7 +332,7 @@ def test_a_text_of_any_length_has_a_plan_of_windows_that_it_has_or_one_line(plan
     for n, block_size in {1: None, 2: 1, 7: 4, 119: 64, 129: 128}.items():
         (tmp_path / "mine.txt").write_text(words[:n])
         given = [f"data.path={tmp_path}/mine.txt", f"data.val_path={val}", *ONE_SIZE]
-        refused = pytest.raises(UserError, match="^the training split has 1 tokens, but a window needs")
+        refused = pytest.raises(UserError, match="the training split has 1 tokens")
         with refused if n < 2 else nullcontext():
             settings = plan(*given)["settings"]
             assert settings["model.block_size"] == block_size
