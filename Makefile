@@ -10,14 +10,24 @@ PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constrain
 # The recipe for a GPU if one is available, else for a CPU; override: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
 
+# Arguments to which nothing is added, because they only print or choose another configuration file; those that bring a
+# model or a recipe; and those that do not after all: resume=auto repeats the arguments that its run began with.
+ALONE = ^(--(help|hydra-help|version|info|shell-completion|experimental-rerun)|-[hi]|-sc)(=|$$)
+OWN_FILE = ^(--config-(name|path)|-c[np])(=|$$)
+OWN_RECIPE = ^[+~]*(experiment|sweep|model|minutes|init_from|resume)(=[^{]|$$)
+NO_RECIPE = ^[+]*((minutes|init_from|resume)=(null|None)|resume=auto)$$
+# Those of ARGS, as the shell splits them, that match a pattern.
+given = $(shell printf '%s\n' $(ARGS) | grep -Ev -e '$(NO_RECIPE)' | grep -E -e '$(1)')
+
 .PHONY: train sweep test faults lint format bench clean check-venv
 .DEFAULT_GOAL = train
 
 train: $(VENV)/.train
-	@$(IN_VENV) scripts/train.py $(if $(filter experiment=% model=% init_from=%,$(ARGS)),,experiment=$(RECIPE)) $(ARGS)
+	@$(IN_VENV) scripts/train.py $(if $(call given,$(ALONE)|$(OWN_FILE)|$(OWN_RECIPE)),,experiment=$(RECIPE)) $(ARGS)
 
 sweep: $(VENV)/.train
-	@$(IN_VENV) scripts/train.py -m $(if $(findstring +sweep=,$(ARGS)),,+sweep=heads_by_width) $(ARGS)
+	@$(IN_VENV) scripts/train.py $(if $(call given,$(ALONE)|^(--cfg|-c)(=|$$)),,-m) \
+		$(if $(call given,$(ALONE)|$(OWN_FILE)|^[+~]*sweep=),,+sweep=heads_by_width) $(ARGS)
 
 test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)

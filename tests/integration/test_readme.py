@@ -105,6 +105,53 @@ def test_every_make_target_exists():
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
+RECIPE, SWEEP = "experiment=fast_cpu", "+sweep=heads_by_width"
+# What `make train` and `make sweep` put before their ARGS: overrides are on top of the recipe, unless they have a model
+# or a recipe of their own.
+ADDED = {
+    "": ([RECIPE], ["-m", SWEEP]),
+    "max_steps=200 model.n_head=4 +seed=3": ([RECIPE], ["-m", SWEEP]),
+    "hydra.run.dir=runs/model=1 resume=auto": ([RECIPE], ["-m", SWEEP]),
+    "callbacks.samples.prompt='a model=x minutes=3'": ([RECIPE], ["-m", SWEEP]),
+    "minutes=null init_from=null resume=null": ([RECIPE], ["-m", SWEEP]),
+    "'model={n_head: 2}' --config-dir mine": ([RECIPE], ["-m", SWEEP]),
+    "--cfg job": ([RECIPE], [SWEEP]),
+    "-m model.n_head=1,2": ([RECIPE], ["-m", SWEEP]),
+    "minutes=5": ([], ["-m", SWEEP]),
+    "data=text ++minutes=5": ([], ["-m", SWEEP]),
+    "model=baby": ([], ["-m", SWEEP]),
+    "'model=baby' -m seed=1,2": ([], ["-m", SWEEP]),
+    "resume=runs/latest max_steps=30": ([], ["-m", SWEEP]),
+    "init_from=runs/latest": ([], ["-m", SWEEP]),
+    "experiment=null": ([], ["-m", SWEEP]),
+    "+experiment=best_cpu": ([], ["-m", SWEEP]),
+    "~experiment": ([], ["-m", SWEEP]),
+    "-m +sweep=search": ([], ["-m"]),
+    "++sweep=search minutes=1": ([], ["-m"]),
+    "--config-name mine seed=1,2": ([], ["-m"]),
+    "--config-dir=mine -cn mine": ([], ["-m"]),
+    "--config-path=mine": ([], ["-m"]),
+    **dict.fromkeys(
+        ("--help", "-h", "--hydra-help", "--version", "-i", "--info defaults", "-sc install=bash"), ([], [])
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["train", "sweep"])
+def test_make_adds_a_recipe_to_arguments_that_bring_none(tmp_path, target):
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").write_text('#!/bin/sh\n[ "$1" = -c ] || for each; do echo "$each"; done\n')
+    (tmp_path / "venv/bin/python").chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", "venv/.train"):
+        (tmp_path / name).touch()
+    make = ["make", "-s", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), "VENV=venv", "PYTHON=none", "RECIPE=fast_cpu"]
+    for given, added in ADDED.items():
+        done = subprocess.run([*make, target, f"ARGS={given}"], check=True, capture_output=True, text=True)
+        before = added[target == "sweep"]
+        assert done.stdout.splitlines() == ["scripts/train.py", *before, *shlex.split(given)], given
+        assert done.stderr == ""
+
+
 def test_every_extra_of_the_documents_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
