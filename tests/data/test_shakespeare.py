@@ -81,7 +81,7 @@ def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(tmp_path,
         assert ("".join(texts_on_disk(corpus)), corpus.name[:16]) == (plays[:1000], "little-stand-in-")
     copy = f"little-{sha256(LITTLE)[:12]}.txt"
     read[copy] = occupy(folder / copy, kind)
-    with pytest.raises(UserError, match=f"^{folder / copy} must have the checksum of its name, or be free"):
+    with pytest.raises(UserError, match=f"^{folder / copy} must be free, or have the checksum of its name;"):
         sources.find_text(server.settings)
     assert {name: of_user() for name, of_user in read.items()} == before | {copy: read[copy]()}
     assert server.requests == 7

@@ -120,7 +120,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         deadline: `time.perf_counter()` when the run should end.
 
     Raises:
-        UserError: the text is too short to plan for, or the time for a step; or the plan is no valid configuration.
+        UserError: the text is too short to plan for, or the time for a step; or the plan is invalid.
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
@@ -154,7 +154,8 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
-    load_parts(RunConfig.from_hydra(trial), corpus=corpus)  # before the plan is written, which a resumed run reads
+    # Before the plan is written, which a resumed run reads again.
+    load_parts(RunConfig.from_hydra(trial), corpus=corpus)
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
     unfitted += [f"max_steps below {LEAST_STEPS}"] if trial.max_steps < LEAST_STEPS else []
     if unfitted:
@@ -275,6 +276,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         part = min(1.0, VALIDATING * seconds / (validations * whole))
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
     averaged = min(max(2, 0.05 * steps), EMA_STEPS)
+    rates = [x for x in ("lr", "adam_lr") if x in cfg.optimizer]
     scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
     return {
         "max_steps": steps,
@@ -282,7 +284,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "eval_batches": None if part == 1 else max(1, int(part * text.val_tokens / per_batch)),
         "ema_decay": round(1 - 1 / averaged, 3 + int(log10(averaged))),  # 1 - decay has three digits
         "schedule.warmup_steps": min(100, steps // 100),
-        **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in ("lr", "adam_lr") if x in cfg.optimizer},
+        **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in rates},
     }
 
 
