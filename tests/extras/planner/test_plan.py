@@ -365,7 +365,9 @@ def test_a_planned_rate_is_that_of_the_recipe_however_small_it_is(cfg):
         assert planning.length(cfg, {"max_steps"}, a_text(), 0.01, 100)["optimizer.lr"] == pytest.approx(2 * lr)
 
 
-def test_a_plan_that_is_refused_is_not_written(mine, tmp_path, monkeypatch):
+def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(mine, tmp_path, monkeypatch):
+    (tmp_path / "sweep/0").mkdir(parents=True)
+    (tmp_path / "sweep/sweep.json").write_text("{}")
     planned_length, wrong = planning.length, {}
     monkeypatch.setattr(planning, "step_seconds", lambda *_, **__: 0.01)
     monkeypatch.setattr(planning, "length", lambda *args: planned_length(*args) | wrong)
@@ -377,8 +379,8 @@ def test_a_plan_that_is_refused_is_not_written(mine, tmp_path, monkeypatch):
         wrong.clear()
         wrong[key] = value
         with pytest.raises(UserError, match=message):
-            minigpt.train([*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={tmp_path}/run"])
-        assert not (tmp_path / "run").exists()
+            minigpt.train([*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={tmp_path}/sweep/0"])
+        assert [*(tmp_path / "sweep").glob(".plan-*.json")] == []
 
 
 def test_too_little_text_or_time_and_several_processes_are_errors(plan, mine, tmp_path, monkeypatch):
