@@ -62,11 +62,11 @@ def make_run(folder: Path, **settings: Any) -> Path:
 
 @contextmanager
 def serving(
-    sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, **options: Any
+    sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, port: int = 0, **options: Any
 ) -> Iterator[Any]:
-    """Run a server in a thread: `url` and `stop`; options are those of `create_app`."""
+    """Run a server in a thread: `url`, `port` and `stop`; options are those of `create_app`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu")
-    app, opened = create_app(models, **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
+    app, opened = create_app(models, **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", port)
     server = new_server(app, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
@@ -78,7 +78,8 @@ def serving(
 
     try:
         with patch("minigpt.extras.playground.engine.Engine", engine):
-            yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", stop=stop)
+            port = opened.getsockname()[1]
+            yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, stop=stop)
     finally:
         stop()
 

@@ -1,6 +1,8 @@
 """The time machine of the page in headless Chromium: snapshots of a run, a run that trains, what was learned when."""
 
-from itertools import chain
+import json
+from contextlib import ExitStack
+from itertools import chain, groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +162,7 @@ def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(i
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> None:
+def test_the_page_follows_a_run_until_it_fails_also_past_an_outage_of_its_server(browser: Any, tmp_path: Path) -> None:
     folder, models = write_run(tmp_path / "live", random_model(), CHARACTERS), {}
     (folder / BEST).unlink()  # before the first validation
     (folder / ".lock").touch()
@@ -171,8 +173,9 @@ def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> 
 
     add_snapshot(0)
     add_snapshot(10)
-    with serving([folder]) as server:
-        with lock_run_dir(folder, resume=True):
+    with ExitStack() as run:
+        run.enter_context(lock_run_dir(folder, resume=True))
+        with serving([folder]) as server:
             reader = Reader(browser, f"{server.url}/")
             reader.set("max_tokens", 30)
             reader.write(PROMPT)
@@ -185,9 +188,79 @@ def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> 
             wait_until(lambda: place(reader) == "step 20 (running)")
             wait_for_loss(reader, "live@20", model=models[20])
             wait_for_continuation(reader, "live@20", model=models[20])
+            assert browser.get_log("browser") == []
+        wait_until(lambda: place(reader) == "step 20 (the server does not answer)")
+        add_snapshot(30)
+        with serving([folder], port=server.port):
+            wait_until(lambda: place(reader) == "step 30 (running)")
+            wait_for_continuation(reader, "live@30", model=models[30])
+            assert follow.is_selected()
             slide(reader, Keys.HOME)
             assert not follow.is_selected()
             write_failure(folder, "the disk is full")
-        wait_until(lambda: place(reader) == "step 0 (failed: the disk is full)")
-        assert not follow.is_displayed()
-        assert browser.get_log("browser") == []
+            run.close()
+            wait_until(lambda: place(reader) == "step 0 (failed: the disk is full)")
+            assert not follow.is_displayed()
+    lost = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
+    assert [entry for entry in browser.get_log("browser") if not any(name in entry["message"] for name in lost)] == []
+
+
+# Pauses take a hundredth of their time; `waiting` holds those that have not ended, `places` what the output showed.
+HURRIED = """
+    const {setTimeout, clearTimeout} = window, output = document.querySelector("#time output");
+    Object.assign(window, {waiting: new Set(), most: 0, places: []});
+    window.setTimeout = (call, ms, ...given) => {
+        if (!(ms >= 1000)) return setTimeout(call, ms, ...given);
+        const id = setTimeout(() => { waiting.delete(id); call(); }, ms / 100);
+        most = Math.max(most, waiting.add(id).size);
+        return id;
+    };
+    window.clearTimeout = id => { waiting.delete(id); clearTimeout(id); };
+    new MutationObserver(() => places.push(output.value)).observe(output, {childList: true});
+"""
+# Each answer is that to one poll; a request that hangs ends only if the page gives it up.
+ANSWERS = """
+    const [answers] = arguments, fetched = window.fetch;
+    window.fetch = (url, options) => {
+        if (!url.includes("history/")) return fetched(url, options);
+        const answer = answers.shift();
+        if (answer === "hang") return new Promise((_, reject) => {
+            options.signal.addEventListener("abort", () => reject(options.signal.reason));
+        });
+        if (answer === "offline") return Promise.reject(new TypeError("Failed to fetch"));
+        return Promise.resolve(new Response(...answer));
+    };
+    window.left = answers;
+"""
+
+
+def answer(status: int, content: object) -> list[object]:
+    return [json.dumps(content), {"status": status}]
+
+
+@pytest.mark.parametrize(
+    ("last", "shown"),
+    [
+        (answer(200, {"steps": [0, 10, 20], "status": "completed"}), TRAINED),
+        (answer(404, {"error": {"message": "it is gone"}}), f"{TRAINED} (it is gone)"),
+        (answer(401, {"error": {"message": "no key"}}), f"{TRAINED} (no key)"),
+    ],
+)
+def test_a_poll_that_fails_is_repeated_until_the_run_is_over(last: Any, shown: str, at_server: Reader) -> None:
+    reader = at_server
+    running = answer(200, {"steps": [0, 10], "status": "running"})
+    stopped = answer(503, {"error": {"message": "the server was stopped"}})
+    answers = ["offline", running, "hang", "offline", ["<html>", {"status": 502}], stopped, running, last]
+    reader.run(HURRIED)
+    reader.run("window.asked = 0; window.prompt = () => { asked += 1; return null; };")
+    reader.run(ANSWERS, answers)
+    reader.choose("#model", "other")
+    wait_until(lambda: reader.run("return places.at(-1) === arguments[0] && !left.length && !waiting.size", shown))
+    lost, best = "the server does not answer", "the best model so far"
+    failures = (lost, "the server answers with status 502", "the server was stopped")
+    statuses = ("running", *failures, "running")
+    expected = [f"{TRAINED} ({lost})", *(f"{best} ({status})" for status in statuses), shown]
+    assert [text for text, _ in groupby(reader.run("return places"))] == expected
+    assert reader.run("return most") == 1  # a pause, or the time limit of a poll
+    assert reader.run("return asked") == (last[1]["status"] == 401)
+    reader.browser.get_log("browser")

@@ -8,7 +8,7 @@ class ServerBackend {
   }
 
   describe = model => json(`models/${encodeURIComponent(model)}`);
-  history = model => json(`history/${encodeURIComponent(model)}`);
+  history = (model, signal) => json(`history/${encodeURIComponent(model)}`, undefined, signal);
   learned = model => json(`learning/${encodeURIComponent(model)}`);
 
   originality = (model, text, signal) => json("originality", {model, text}, signal);
@@ -63,7 +63,8 @@ async function* parts(stream) {  // Safari cannot iterate over a stream
   }
 }
 
-// Send a request to the API, and ask the user for the key if the server requires one.
+// Send a request to the API, and ask the user for the key if the server requires one. An error with `isRefusal` is an
+// answer that the same request gets again.
 async function request(path, body, signal) {
   const key = sessionStorage.getItem("key");
   const headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
@@ -80,7 +81,11 @@ async function request(path, body, signal) {
       return request(path, body, signal);
     }
   }
-  if (!response.ok) throw new Error((await response.json()).error.message);
+  if (!response.ok) {
+    const answer = await response.json().catch(() => null);  // of a proxy, it is a page
+    const message = answer?.error?.message ?? `the server answers with status ${response.status}`;
+    throw Object.assign(new Error(message), {isRefusal: [400, 401, 403, 404].includes(response.status)});
+  }
   return response;
 }
 

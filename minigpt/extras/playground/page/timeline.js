@@ -5,11 +5,13 @@ import {make} from "./dom.js";
 
 const PLAY_MS = 900;  // from a step to the next
 const POLL_MS = 2000;
+const MAX_POLL_MS = 30_000;  // each poll that fails doubles the pause, up to this
+const TIMEOUT_MS = 60_000;  // of a poll: after a laptop slept, its connection may never end
 
 export class Timeline {
   history = null; error = "";  // of the run
   learned = []; learnError = "";  // the measurements of its snapshots
-  #model = null; #steps = []; #status = ""; #timer = null; #watch = null; #measured = 0;
+  #model = null; #steps = []; #status = ""; #timer = null; #watch = null; #next = null; #measured = 0;
 
   // onMove(): called when another step is chosen. onHistory(): called when something new is known. onEnd(): called when
   // a run has ended, so that its trained model is another one.
@@ -30,18 +32,27 @@ export class Timeline {
   get step() { return this.#steps[this.range.valueAsNumber] ?? null; }
 
   // Show the trained model of a run, then what is new, as long as it trains.
-  async watch(model) {
+  watch(model) {
     Object.assign(this, {history: null, error: "", learned: [], learnError: ""});
     [this.#model, this.#steps, this.#status, this.#measured] = [model, [], "", 0];
     this.#pause();
-    const watch = this.#watch = {};  // until another one
-    do {
-      let error = "";
-      const history = await this.backend.history(model).catch(({message}) => { error = message; });
-      if (watch !== this.#watch) return;
-      this.#update({...this.history, status: error, ...history}, error);
-      if (this.#status === "running") await new Promise(resolve => setTimeout(resolve, POLL_MS));
-    } while (this.#status === "running" && watch === this.#watch);
+    clearTimeout(this.#next);
+    this.#watch = {};  // until another one
+    this.#poll(POLL_MS);
+  }
+
+  // Look at the run, and after a pause again if it trains, or if the server did not answer and may do so later.
+  async #poll(pause) {
+    const watch = this.#watch, controller = new AbortController();
+    const timer = setTimeout(() => controller.abort(), TIMEOUT_MS);
+    const found = await this.backend.history(this.#model, controller.signal).catch(error => ({error}));
+    clearTimeout(timer);
+    if (watch !== this.#watch) return;
+    const {error = null} = found, isAgain = error && !error.isRefusal;
+    const message = error?.name === "AbortError" ? "the server does not answer" : error?.message ?? "";
+    this.#update(error ? {...this.history, status: isAgain ? this.#status : ""} : found, message);
+    if (!isAgain && this.#status !== "running") return;
+    this.#next = setTimeout(() => this.#poll(isAgain ? Math.min(2 * pause, MAX_POLL_MS) : POLL_MS), pause);
   }
 
   // Fetch the measurements of the snapshots, unless they are there.
@@ -51,13 +62,15 @@ export class Timeline {
     this.#measured = length;
     const found = await this.backend.learned(this.#model).catch(({message}) => ({message}));
     if (watch !== this.#watch) return;
-    Object.assign(this, found.message ? {learnError: found.message} : {learned: found});
+    Object.assign(this, found.message ? {learnError: found.message} : {learned: found, learnError: ""});
     this.onHistory();
   }
 
   #update(history, error) {
     const {step} = this, before = this.#steps.length;
     const hasEnded = this.#status === "running" && history.status !== "running";
+    const isNew = !error || error !== this.error;  // else a screen reader would read it again
+    if (this.error && !error) this.#measured = 0;  // what failed with the polls is fetched again
     Object.assign(this, {history, error});
     [this.#steps, this.#status] = [history.steps ?? [], history.status];
     this.range.max = this.#steps.length;
@@ -65,7 +78,7 @@ export class Timeline {
     if (this.follow.checked && this.#steps.length > before) this.#goTo(this.#steps.length - 1);
     this.follow.checked &&= this.#status === "running";
     this.#draw();
-    this.onHistory();
+    if (isNew) this.onHistory();
     if (hasEnded && this.step === null) this.onEnd();
   }
 
@@ -100,7 +113,7 @@ export class Timeline {
     this.play.setAttribute("aria-label", this.#timer ? "Pause" : "Play the training");
     const shown = name ? `step ${name}` : isRunning ? "the best model so far" : "the trained model";
     this.range.setAttribute("aria-valuetext", shown);
-    const ending = ["", "completed"].includes(this.#status) ? "" : ` (${this.#status})`;
+    const status = this.error || this.#status, ending = ["", "completed"].includes(status) ? "" : ` (${status})`;
     this.output.value = shown + ending;
     this.follow.parentElement.hidden = !isRunning;
   }
