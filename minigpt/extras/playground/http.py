@@ -165,7 +165,8 @@ async def _read_json(request: Request) -> dict[str, Any]:
     try:
         values = json.loads(body, parse_float=_parse_number)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body of a request must be JSON ({error})") from error
+        reason = str(error).partition(";")[0]  # without advice for programmers
+        raise ApiError(400, f"the body of a request must be JSON ({reason})") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body of a request must be a JSON object")
     return values

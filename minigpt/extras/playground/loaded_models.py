@@ -76,7 +76,7 @@ class Models:
             return name, None
         if base not in names or not step.isdecimal():
             raise UnknownModel(f"the model {name!r} does not exist; GET /v1/models lists all")
-        if int(step) not in (found := find_snapshots(self.sources[base])):
+        if step not in map(str, found := find_snapshots(self.sources[base])):  # int() refuses 4,301 digits
             steps = ", ".join(map(str, found)) or "none"
             raise UnknownModel(f"{base} has no snapshot of step {step}; it has those of {steps}")
         return base, int(step)

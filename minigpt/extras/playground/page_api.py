@@ -47,7 +47,7 @@ def page_routes(models: Models) -> list[Route]:
 
     async def originality(engine: Engine, values: dict[str, Any]) -> Response:
         path = find_checkpoint(models.sources[models.find(values["model"])[0]])
-        return http.json_response(await asyncio.to_thread(compare, path, values["text"]))
+        return http.json_response(await asyncio.to_thread(compare, path, whole_characters(values["text"])))
 
     def folder_of(request: Request) -> Path:
         path = Path(models.sources[models.find(request.path_params["name"])[0]])

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,13 @@ REFUSED = [
     (CHAT, {"verbosity": "low", "messages": HELLO}, 'verbosity must be "medium", got low'),
     (COMPLETIONS, {"model": 3}, "model must be a name of GET /v1/models, got 3"),
     (COMPLETIONS, {"model": "no\ud800"}, "the model 'no\\ud800' does not exist; GET /v1/models lists all"),
+    (COMPLETIONS, {"model": "tiny@" + "1" * 5000}, "tiny has no snapshot of step 111"),
+    (COMPLETIONS, {"model": "tiny@\u0661"}, "tiny has no snapshot of step \u0661; it has those of none"),
+    (
+        COMPLETIONS,
+        {"stream_options": {"include_usage": "yes"}},
+        "stream_options must be include_usage,",
+    ),
     (CHAT, {"messages": []}, "messages must be a list of messages of text, got []"),
     (CHAT, {"messages": [HELLO[0] | {"content": [IMAGE]}]}, "messages must be a list of messages of text"),
     (CHAT, {"messages": [HELLO[0] | {"content": None}]}, "messages must be a list of messages of text"),
@@ -273,7 +281,7 @@ REFUSED = [
 def test_a_bad_setting_is_named(path: str, body: dict[str, Any], message: str, http: httpx.Client) -> None:
     given = {"model": "tiny"} | ({"prompt": "a"} if path == COMPLETIONS else {}) | body
     response = http.post(path, content=json.dumps(given), headers={"Content-Type": "application/json"})
-    assert response.status_code == (404 if "does not exist" in message else 400)
+    assert response.status_code == (404 if "does not exist" in message or "no snapshot" in message else 400)
     error = response.json()["error"]
     assert error["message"].startswith(message)
     assert "\n" not in error["message"]
@@ -336,6 +344,52 @@ def test_whole_numbers_may_be_floats(http: httpx.Client) -> None:
     assert post(http, "/api/attention", **floats).content == post(http, "/api/attention", **shown).content
     drawn = {post(http, prompt="a", seed=-1, max_tokens=20).json()["choices"][0]["text"] for _ in range(3)}
     assert len(drawn) == 3  # -1 is a random seed
+
+
+# JSON of any type, and what parsers and encoders do not take.
+VALUES = [f'"tiny@{"1" * 5000}"', "9" * 400, "9" * 5000, f"[{'9' * 400}]", str(2**63 - 1), str(2**64)]
+VALUES += ["[" * 900 + "]" * 900, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900]
+LISTED = r"""
+null true 0 -1 1.5 1e400 NaN Infinity [] {} [[]] [{}] [null] [1] [-1] [1,"a"] [true] {"a":1}
+"" "a" "\ud800" "\udc00\ud800a" "a\u0000" "tiny@\ud800" [""] ["\ud800"]
+{"\ud800":NaN} {"type":"\ud800"} {"include_usage":"\ud800"} {"include_usage":true}
+[{"role":"user","content":"\ud800"}] [{"role":"\ud800","content":"a"}] [{"role":"","content":[]}]
+[{"role":"user","content":[{"type":"text","text":"\ud800"}]}] [{"role":"user","content":[[]]}]
+"""
+SETTINGS_OF_BOTH = r"""
+model stop seed n stream stream_options max_tokens temperature top_k top_p min_p repetition_penalty
+logit_bias logprobs best_of modalities response_format tools metadata \ud800
+"""
+VALUES += LISTED.split()
+COMMON = SETTINGS_OF_BOTH.split()
+FIELDS = {
+    COMPLETIONS: ({"prompt": '"a"', "max_tokens": "2"}, [*COMMON, "prompt", "echo", "suffix"]),
+    CHAT: ({"messages": json.dumps(HELLO), "max_tokens": "2"}, [*COMMON, "messages", "top_logprobs"]),
+    "/api/score": ({"text": '"a"'}, ["model", "text", "ids"]),
+    "/api/generate": ({"ids": "[97]", "max_tokens": "2"}, ["model", "ids", "max_tokens", "seed", "top_k"]),
+    "/api/attention": ({"ids": "[97]", "layer": "0"}, ["model", "ids", "layer", "head"]),
+    "/api/originality": ({"text": '"a"'}, ["model", "text"]),
+}
+FIELDS_AND_VALUES = [(path, *pair) for path, (_, names) in FIELDS.items() for pair in product(names, VALUES)]
+EVERY = [(model, *field) for field in FIELDS_AND_VALUES for model in ("tiny", "instruct")]
+
+
+@pytest.mark.parametrize("cases", [EVERY[::51], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_no_value_is_a_failure_of_the_server(cases: list[Any], run: Path, once: Callable[..., Path]) -> None:
+    headers = {"Content-Type": "application/json"}
+    with serving([run, once("instruct", make_instruct_folder)]) as server, httpx.Client(base_url=server.url) as http:
+        for model, path, name, value in cases:
+            for flags in ({}, {"stream": "true"}) if path.startswith("/v1") else ({},):
+                fields = {"model": json.dumps(model), **FIELDS[path][0], **flags, name: value}
+                body = ", ".join(f'"{key}": {content}' for key, content in fields.items())
+                response = http.post(path, content=f"{{{body}}}", headers=headers)
+                assert response.status_code in (200, 400, 404), (path, name, value[:99], response.text)
+                assert response.status_code != 200 or '"error"' not in response.text, (path, name, value[:99])
+                if response.status_code != 200:
+                    assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        for path in ("/v1/models", "/api/models", "/api/history", "/api/learning"):
+            for name in ("tiny@" + "1" * 5000, "tiny@%ED%A0%80", "%ED%A0%80", "%00", "tiny@%D9%A1", "@", ""):
+                assert http.get(f"{path}/{name}").status_code in (400, 404)
 
 
 WRONG_PATHS = {

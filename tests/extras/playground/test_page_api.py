@@ -218,6 +218,9 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(3, 73)]
         assert found["text"]["longest"] == 70
         assert found["validation"].keys() == {"new", "longest"}
+        half = json.dumps({"model": "run", "text": f"\ud800{copied}"})  # of a character
+        found = http.post("/api/originality", content=half, headers={"Content-Type": "application/json"}).json()
+        assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(1, 71)]
         measured = http.get("/api/learning/run").json()
         assert measured == json.loads(json.dumps(learning_curves(folder)))
         assert [snapshot["step"] for snapshot in measured] == [0, 1, 5]
