@@ -16,6 +16,7 @@ import torch
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.detokenizer import token_pieces
+from minigpt.extras.interpret.file_version import file_version
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
 from minigpt.extras.interpret.run_corpus import validation_batches
 from minigpt.utils.errors import UserError
@@ -34,17 +35,17 @@ def learning_curves(folder: Path) -> list[dict[str, Any]]:
     found = {}
     for step, file in find_snapshots(folder).items():
         with suppress(OSError):  # a run that resumes has removed it
-            found[step] = measure(file, file.stat().st_mtime_ns)
+            found[step] = measure(file, file_version(file))
     return [{"step": step, **measured} for step, measured in found.items() if measured]
 
 
 @lru_cache(maxsize=128)
 @torch.inference_mode()
-def measure(snapshot: Path, written: int) -> dict[str, Any] | None:
+def measure(snapshot: Path, version: tuple[int, ...]) -> dict[str, Any] | None:
     """Measure a model on the first batch of its validation split; None if the file is damaged.
 
     Args:
-        written: time of the file, so that a snapshot that is written again is measured again.
+        version: of the file, so that a snapshot that is written again or replaced is measured again.
 
     Returns:
         `kinds`, the loss in nats per token by the kinds of tokens that occur; `previous` and `induction`, the scores

@@ -17,6 +17,7 @@ import numpy as np
 from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import META, Corpus
+from minigpt.extras.interpret.file_version import file_version
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.model import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
@@ -108,7 +109,7 @@ def compare(checkpoint: Path, text: str) -> dict[str, Any]:
     Raises:
         UserError: the corpus is not there, or it has changed since.
     """
-    index, validation = _load(checkpoint, checkpoint.stat().st_mtime_ns)
+    index, validation = _load(checkpoint, file_version(checkpoint))
     return {"text": originality(index, text), "validation": validation}
 
 
@@ -130,7 +131,7 @@ def comparison(checkpoint: Path) -> Callable[[str], tuple[list[dict[str, Any]], 
 
 
 @lru_cache(maxsize=4)
-def _load(checkpoint: Path, written: int) -> tuple[Index, dict[str, Any]]:
+def _load(checkpoint: Path, version: tuple[int, ...]) -> tuple[Index, dict[str, Any]]:
     corpus = find_corpus(checkpoint)
     index = build_index(corpus)
     return index, _figures(originality(index, validation_text(corpus, VALIDATION_CHARACTERS)))

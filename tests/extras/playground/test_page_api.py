@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +204,22 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
             best = make_model(seed=9, **BYTES)
             save_checkpoint(best, ByteTokenizer(), run / BEST)
             assert_scored_by(best, http, "new")
+            newer = (run / BEST).stat()
+            shutil.copy2(snapshot_path(run, 0), run / BEST)  # as cp -p does: an older file, in place
+            assert (run / BEST).stat().st_mtime_ns < newer.st_mtime_ns
+            assert_scored_by(first, http, "new")
+            save_checkpoint(best, ByteTokenizer(), tmp_path / "best")
+            replace(run / BEST, tmp_path / "best")
+            assert_scored_by(best, http, "new")
     (run / "summary.json").write_text('{"status": "failed", "reason": "the loss is NaN"}')
     assert run_status(run) == "failed: the loss is NaN"
+
+
+def replace(file: Path, other: Path) -> None:
+    """Replace a file by a copy of another one that has its time of modification."""
+    copied, times = Path(shutil.copy2(other, file.with_name("copied"))), file.stat()
+    os.utime(copied, ns=(times.st_atime_ns, times.st_mtime_ns))
+    copied.replace(file)
 
 
 def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
@@ -225,10 +241,12 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         assert measured == json.loads(json.dumps(learning_curves(folder)))
         assert [snapshot["step"] for snapshot in measured] == [0, 1, 5]
         assert post(http, "originality", model="run", text="a" * 20_001).status_code == 400
+        replace(snapshot_path(folder, 5), snapshot_path(folder, 0))
+        again = http.get("/api/learning/run").json()
+        assert again == [*measured[:2], {**measured[0], "step": 5}]
         (tmp_path / "data").rename(tmp_path / "moved")
-        for file in find_snapshots(folder).values():
-            file.touch()
-        (folder / BEST).touch()
+        for file in (*find_snapshots(folder).values(), folder / BEST):
+            replace(file, file)
         for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
             assert answer.status_code == 400
             assert "the token files of the run are not in" in answer.json()["error"]["message"]
