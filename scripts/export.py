@@ -9,7 +9,7 @@ from pathlib import Path
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import ArgumentParser, usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import sanitize_line, warn
 
 
 def arguments() -> argparse.Namespace:
@@ -53,7 +53,11 @@ def main() -> None:
         found = find_snapshots(folder) if args.snapshots else {}
         if args.snapshots and not found:
             raise UserError(f"--snapshots: {folder} has no snapshots; leave it out")
-        learned = learning_curves(folder) if found else []
+        learned = []
+        try:
+            learned = learning_curves(folder) if found else []
+        except UserError as error:  # they need the validation split; the weights do not
+            warn(f"the page has no curves of what was learned when: {error}")
         weights, history = args.weights or "float16", read_history(folder)
         steps = export_html(pretrained, args.out, weights, history, snapshots=found, learned=learned)
         also = f" and {len(steps)} of its {len(found)} snapshots" if found else ""

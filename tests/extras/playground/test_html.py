@@ -129,6 +129,17 @@ def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     assert f'"steps":{steps}'.replace(" ", "") in page
 
 
+def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, train, tmp_path):
+    run = train("callbacks.snapshots.count=3", "max_steps=2").folder
+    (tmp_path / "data").rename(tmp_path / "moved")
+    exported = call("export.py", str(run), "--to", "html", "--out", "page.html", "--snapshots")
+    assert (exported.returncode, "and 3 of its 3 snapshots" in exported.stdout) == (0, True)
+    warning = "warning: the page has no curves of what was learned when: the token files of the run are"
+    assert exported.stderr.splitlines()[-1].startswith(warning)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text())
+    assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
+
+
 def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder):
     config = GPTConfig(vocab_size=95, bias=False, position="rope")  # 85 million parameters
     wide = random_model()
