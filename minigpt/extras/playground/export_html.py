@@ -61,9 +61,7 @@ def export_html(
         problem = f"the tokenizer of the page must be char, byte or bpe, got {tokenizer.name}"
         raise UserError(f"{problem}; use --to huggingface")
     model = pretrained.load()
-    tensors = model.state_dict()
-    if model.config.tie_embeddings:
-        del tensors["lm_head.weight"]
+    tensors = dict(model.named_parameters())  # each once, also if blocks or embeddings share it
     weights = [_pack_all(model, tensors, weight_format)]
     steps = _spaced(list(snapshots), int(MAX_PAGE_BYTES / len(weights[0])) - 1)
     weights += [_pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps]

@@ -250,11 +250,6 @@ def _is_stop(value: Any) -> bool:
     return isinstance(listed, list) and len(listed) <= 4 and all(isinstance(item, str) and item for item in listed)
 
 
-def _is_stream_options(value: Any) -> bool:
-    known = isinstance(value, dict) and value.keys() <= _STREAM_OPTIONS
-    return known and all(isinstance(flag, bool | None) for flag in value.values())
-
-
 # Settings that clients send and that change no result:
 _IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
 _IGNORED += ["prompt_cache_retention", "cache_prompt"]
@@ -270,7 +265,14 @@ _COMMON: http.Settings = {
     "stream": (False, BOOLEAN),
     "stream_options": (
         {},
-        (_is_stream_options, "include_usage, include_obfuscation or null, with values true or false"),
+        (
+            lambda v: (
+                isinstance(v, dict)
+                and v.keys() <= _STREAM_OPTIONS
+                and all(isinstance(flag, bool | None) for flag in v.values())
+            ),
+            "include_usage, include_obfuscation or null, with values true or false",
+        ),
     ),
     # Settings with one supported value:
     "best_of": (1, (lambda v: v == 1, "1")),

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from corpora import random_texts
-from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from exported import BASE, CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from models import make_model
 from small_runs import one_line
 
-from minigpt import GPTConfig, generate
+from minigpt import GPTConfig, generate, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.config import UP_PROJECTIONS
@@ -43,6 +44,21 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name, open_page, tmp_pa
     for prompt in (tokens[0, :8].tolist(), tokens[0].tolist() * 2):  # also a prompt that is longer than the context
         (sample,) = generate(model, prompt, max_new_tokens=100, temperature=0, tokenizer=CHARACTERS)
         assert sample_ids(run, prompt, max_tokens=100, temperature=0) == sample.tokens
+
+
+@pytest.mark.parametrize("name", ["shared layers", "GPT-2, untied"])
+def test_a_page_holds_each_tensor_once_also_of_snapshots(name, open_page, tmp_path):
+    model, snapshot = random_model(**MODELS[name]), make_model(**BASE | MODELS[name], seed=1)
+    save_checkpoint(snapshot, CHARACTERS, tmp_path / "first")
+    snapshots = {0: tmp_path / "first", 1: tmp_path / "first"}
+    page = export(model, CHARACTERS, tmp_path, snapshots=snapshots)
+    (weights,) = re.findall('id="weights">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert [len(base64.b64decode(line)) for line in weights.split("\n")] == [4 * model.num_params()] * 3
+    run, tokens = open_page(page), torch.arange(40)[None]
+    with torch.no_grad():
+        expected = torch.cat([snapshot(tokens), model(tokens)])
+    found = [run(LOGITS.replace("newModel()", f"newModel('model{at}')"), tokens[0].tolist()) for at in ("@1", "")]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-3)
 
 
 def test_an_activation_that_the_page_lacks_is_refused(tmp_path, monkeypatch):
@@ -134,8 +150,9 @@ def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, t
     (tmp_path / "data").rename(tmp_path / "moved")
     exported = call("export.py", str(run), "--to", "html", "--out", "page.html", "--snapshots")
     assert (exported.returncode, "and 3 of its 3 snapshots" in exported.stdout) == (0, True)
-    warning = "warning: the page has no curves of what was learned when: the token files of the run are"
-    assert exported.stderr.splitlines()[-1].startswith(warning)
+    warning = exported.stderr.splitlines()[-1]
+    assert warning.startswith("warning: the page has no curves of what was learned when: ")
+    assert "the token files of the run are not in" in warning
     (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text())
     assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
 

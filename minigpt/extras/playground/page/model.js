@@ -19,7 +19,7 @@ export const SUPPORTED = {
 };
 
 export class GPT {
-  // config: the values of GPTConfig. weights: Float32Arrays by the names of the state dict.
+  // config: the values of GPTConfig. weights: Float32Arrays by name; of tensors that are shared, by the first name.
   constructor(config, weights) {
     this.config = config;
     this.weights = weights;
@@ -32,8 +32,7 @@ export class GPT {
     this.frequency = config.position === "rope" ? rotaryFrequency(config, this.D) : null;
     this.layers = Array.from({length: config.n_layer}, (_, i) => this.newLayer(i));
     this.finalNorm = this.newNorm("final_norm");
-    const head = config.tie_embeddings ? weights["wte.weight"] : weights["lm_head.weight"];
-    this.head = {weight: head, y: new Float32Array(config.vocab_size)};
+    this.head = {weight: weights["lm_head.weight"] ?? weights["wte.weight"], y: new Float32Array(config.vocab_size)};
     this.ngramOut = config.ngram ? this.newLinear("ngrams.out", config.n_embd) : null;
     this.record = null;  // called with the layer, the head and the attention weights of the current token, unless null
     this.reset();
@@ -156,7 +155,8 @@ export class GPT {
   }
 
   newLayer(index) {
-    const {config, H, K, D} = this, prefix = `blocks.${index}.`, attention = `${prefix}attention.`;
+    const {config, H, K, D} = this, nBlocks = config.n_layer / config.layer_repeats;  // the same ones again and again
+    const prefix = `blocks.${index % nBlocks}.`, attention = `${prefix}attention.`;
     const upWidth = this.weights[`${prefix}mlp.up.weight`].length / config.n_embd;
     return {
       index,
