@@ -14,6 +14,7 @@ from sites import CHARACTERS, LEARNED, MODELS, PROMPT, SHIFTED, continuation, lo
 from small_runs import wait_until
 
 from minigpt.checkpoints.init_from import find_pretrained
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.extras.playground.export_html import export_html
 
 
@@ -69,6 +70,89 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     reader.find("#generate").click()
     wait_until(lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text)
     assert reader.text == f"{written}é"
+
+
+# Instead of the model, `next` continues the ids of a prompt, which are in `asked`. Pauses are short.
+STUB = """
+    const {setTimeout} = window;
+    window.setTimeout = (call, ms = 0, ...given) => setTimeout(call, ms / 20, ...given);
+    Object.assign(window, {asked: null, next: []});
+    backend.generate = async function*(model, ids) {
+        asked = ids;
+        for (const [id, text] of next) yield {id, text, logprob: -1, rank: 0, top: []};
+    };"""
+
+
+def asked(reader: Reader) -> list[int]:
+    """The ids that are continued after a click on the button."""
+    reader.run("asked = null; document.querySelector('#generate').click();")
+    wait_until(lambda: reader.run("return asked !== null"))
+    reader.wait_for_tokens()
+    return reader.run("return asked")
+
+
+def write_at(reader: Reader, text: str, cursor: int) -> None:
+    """Replace the text, and move the cursor, also to where keys do not move it."""
+    reader.run(
+        """
+        const [text, cursor] = arguments, field = document.querySelector("#text");
+        field.focus();
+        field.value = text;
+        field.dispatchEvent(new InputEvent("input"));
+        field.setSelectionRange(cursor, cursor);
+        document.dispatchEvent(new Event("selectionchange"));""",
+        text,
+        cursor,
+    )
+    reader.wait_for_tokens()
+
+
+SPACED = [*(bytes([byte]) for byte in range(256)), b" \xc3", b" \xf0"]  # with the beginning of the next character
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("bpe", "file"),
+        pytest.param("bpe", "server", marks=pytest.mark.slow),
+        pytest.param("byte", "file", marks=pytest.mark.slow),
+        pytest.param("byte", "server", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cursor_within_a_character_is_at_its_border(name: str, place: str, browser: Any, tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer() if name == "byte" else BPETokenizer("bpe", SPACED, {SEPARATOR: 258})
+    run = write_run(tmp_path / "run", random_model(vocab_size=259), tokenizer)
+    export_html(find_pretrained(str(run)), tmp_path / "page.html")
+    with serving([run]) as server:
+        reader = Reader(browser, (tmp_path / "page.html").as_uri() if place == "file" else f"{server.url}/")
+        reader.run(STUB)
+        text = "é 😀a"
+        units = text.encode("utf-16-le")
+        for cursor in range(len(units) // 2 + 1):
+            write_at(reader, text, cursor)
+            before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")  # without half a character
+            assert asked(reader) == tokenizer.encode(before).tolist()
+        # A text that was generated ends within a character.
+        a, ends = ord("a"), [[[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [[0xC3, ""]]]
+        ends += [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []  # stopped before the last one
+        for end in ends:
+            write_at(reader, "a", 1)
+            reader.run("next = arguments[0]", end)
+            assert asked(reader) == [a]
+            reader.run("next = []")
+            assert asked(reader) == [a, *([ord(" ")] if end[0][0] == 256 else [])]
+        if name == "bpe":  # an alternative takes the place of the whole character
+            write_at(reader, "a é", 3)
+            reader.hover(reader.tokens()[2])
+            reader.click(reader.tokens()[2])
+            choices = "return [...document.querySelectorAll('.alternatives button:not(:disabled)')]"
+            button = reader.run(choices)[0]
+            letter = button.find_element("css selector", "code").text
+            reader.run("asked = null; arguments[0].click()", button)
+            wait_until(lambda: reader.run("return asked !== null"))
+            assert len(letter) == 1
+            assert reader.run("return asked")[:2] == tokenizer.encode("a ").tolist()
+        assert browser.get_log("browser") == []
 
 
 def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> None:

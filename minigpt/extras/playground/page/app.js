@@ -176,15 +176,23 @@ class Page {
   // Return the tokens before the cursor.
   async prompt(signal) {
     const known = this.scored === this.model ? this.first.tokensBeforeCursor() : null;
-    return known ?? this.backend.score(this.model, this.first.textBeforeCursor, signal);
+    return known ? this.whole(known, signal) : this.backend.score(this.model, this.first.textBeforeCursor, signal);
+  }
+
+  // Return tokens, or other ones of their text if the last one has bytes of the next character.
+  async whole(tokens, signal) {
+    const last = tokens.slice(-8), rest = text => text.match(/\ufffd*$/)[0].length;  // more than a character
+    if (!last.length) return tokens;
+    const decoded = await this.backend.decode(this.model, last.map(({id}) => id), signal);
+    return rest(decoded) > rest(joined(last)) ? this.backend.score(this.model, joined(tokens), signal) : tokens;
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
 
-  // Continue the tokens of `prompt`, or without them the text before the cursor.
-  async generate(prompt = null) {
+  // Continue the text before the cursor, or if there is a token to choose, the tokens before and this one.
+  async generate(before = null, chosen = null) {
     if (!find("form").reportValidity()) return;
-    const settings = readSettings(), before = this.snapshot(), {model} = this;
+    const settings = readSettings(), unedited = this.snapshot(), {model} = this;
     this.setGenerating(true);
     showStatus("Generating …");
     let count = 0, seconds = 0;
@@ -193,13 +201,14 @@ class Page {
       seconds = (performance.now() - this.started) / 1000;
     };
     const succeeded = await this.run(async signal => {
-      const tokens = prompt ?? await this.prompt(signal), other = this.comparison?.model;
-      if (!prompt) this.scored = model;
+      const tokens = chosen ? [...await this.whole(before, signal), chosen] : await this.prompt(signal);
+      const other = this.comparison?.model;
+      if (!chosen) this.scored = model;
       const jobs = [this.write(this.first, this.model, tokens, settings, signal, onToken)];
       if (other) jobs.push(this.writeOther(other, joined(tokens), settings, signal));
       for (const {reason} of await Promise.allSettled(jobs)) if (reason) throw reason;
     });
-    if (this.first.text !== before.text) this.remember(before);
+    if (this.first.text !== unedited.text) this.remember(unedited);
     this.setGenerating(false);
     if (succeeded) showStatus(`${plural(count, "token")}, ${Math.round(count / seconds || 0)} tokens/s`);
     const {text, tokens} = this.first, isScored = joined(tokens) === text && this.scored === this.model;  // not stopped
@@ -223,7 +232,8 @@ class Page {
 
   // Replace a token by an alternative, and continue from there.
   replace(index, alternative) {
-    this.generate([...this.first.tokens.slice(0, index), writable({...this.first.tokens[index], ...alternative})]);
+    const {tokens} = this.first;
+    this.generate(tokens.slice(0, index), writable({...tokens[index], ...alternative}));
   }
 
   setGenerating(generating) {

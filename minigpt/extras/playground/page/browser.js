@@ -31,6 +31,8 @@ class BrowserBackend {
 
   async learned() { return this.data.learned; }
 
+  async decode(model, ids) { return this.tokenizer.decode(ids); }
+
   async score(model, text, signal) {
     const ids = typeof text === "string" ? this.tokenizer.encode(text) : text;
     return this.use(model, ids, async sequence => {

@@ -17,6 +17,10 @@ class ServerBackend {
     return (await json("score", {model, text}, signal)).tokens;
   }
 
+  async decode(model, ids, signal) {
+    return (await json("score", {model, ids}, signal)).tokens.map(({text}) => text).join("");
+  }
+
   async attention(model, ids, layer, head, signal) {
     const response = await request("attention", {model, ids, layer, head}, signal);
     return new Float32Array(await response.arrayBuffer());  // little-endian, like every processor that runs a browser

@@ -43,15 +43,17 @@ export class TextPane {
 
   get text() { return this.field.value; }
 
-  get textBeforeCursor() { return this.text.slice(0, this.cursor); }
+  // The text before the cursor; a cursor within a character, or behind bytes that are none yet, is at its start.
+  get textBeforeCursor() {
+    const {text, cursor} = this, isWithin = text.codePointAt(cursor - 1) > 0xffff;  // between its two UTF-16 units
+    return text.slice(0, cursor - isWithin).replace(/\ufffd+$/, "");
+  }
 
-  // Return the tokens before the cursor, or null if it is within a token.
+  // Return the tokens before the cursor, or null if it is within a token. The last one may have bytes of the character
+  // behind the cursor.
   tokensBeforeCursor() {
-    const {cursor} = this, count = this.ends.indexOf(cursor) + 1;
-    if (cursor && !count) return null;
-    let end = count;
-    while (end && this.tokens[end - 1].text.endsWith("\ufffd")) end--;  // the token ends within a character
-    return this.tokens.slice(0, end);
+    const {length} = this.textBeforeCursor, count = length && this.ends.indexOf(length) + 1;
+    return length && !count ? null : this.tokens.slice(0, count);
   }
 
   // Return the token under the pointer, else the one that was clicked, else the one before the cursor.

@@ -50,7 +50,8 @@ export class Timeline {
     if (watch !== this.#watch) return;
     const {error = null} = found, isAgain = error && !error.isRefusal;
     const message = error?.name === "AbortError" ? "the server does not answer" : error?.message ?? "";
-    this.#update(error ? {...this.history, status: isAgain ? this.#status : ""} : found, message);
+    const status = isAgain ? this.#status : "";  // the history in a file has none
+    this.#update(error ? {...this.history, status} : {status, ...found}, message);
     if (!isAgain && this.#status !== "running") return;
     this.#next = setTimeout(() => this.#poll(isAgain ? Math.min(2 * pause, MAX_POLL_MS) : POLL_MS), pause);
   }
