@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.distributed.muon_ranks import Replicas, Shards
@@ -66,6 +66,11 @@ class FSDP(ModelParallelStrategy):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Gather the weights on rank 0; with one rank they are a copy of its shards, into which an EMA is swapped."""
+        weights = super().lightning_module_state_dict()
+        return weights if self.world_size > 1 else {name: weight.clone() for name, weight in weights.items()}
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer state into their shards; return the rest of the checkpoint.
 
@@ -79,14 +84,30 @@ class FSDP(ModelParallelStrategy):
             content = read_unaveraged(Path(checkpoint_path))
         (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
         content["optimizer_states"] = []
-        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
+        weights = content.pop("state_dict")
         if state:
-            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+            # torch loads a weight by its first name alone: not by those of the further uses of a block
+            names = {parameter: name for name, parameter in self.model.named_parameters()}
+            weights = {name: weights[name] for name in names.values()}
+            state = _by_name(state, [names[p] for group in optimizer.param_groups for p in group["params"]])
+        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        state_dict.set_model_state_dict(self.model, weights, options=options)
         state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]
+
+
+def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return the state of an optimizer by the names of its parameters; in a checkpoint numbers stand in their order."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    name_of = dict(zip(numbers, names, strict=True))
+    return {
+        "state": {name_of[number]: each for number, each in state["state"].items()},
+        "param_groups": [
+            {**group, "params": list(map(name_of.__getitem__, group["params"]))} for group in state["param_groups"]
+        ],
+    }
 
 
 def _share_muon(optimizers: list[Any], kind: type[Replicas | Shards]) -> None:

@@ -94,6 +94,7 @@ def fit(
     if resume:
         origin["resumed_from"] = before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
     save_config(folder, composed, overrides)
+    reached = run_dir.previous_summary(folder)  # which is removed now
     run_dir.truncate_logs(folder, step)
     described = {
         "seed": run.seed,
@@ -154,6 +155,9 @@ def fit(
         exit_code = explain(error)[1]
         raise error
     finally:
+        if run.resume == "auto" and step and not state.training_began:  # the run has what it had reached
+            metrics.resumed_step = step
+            outcome = reached | outcome
         summary = write_results(trainer, module, metrics, outcome | origin | described, exit_code)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)

@@ -213,9 +213,17 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     write_json(folder / SUMMARY, summary)
 
 
+def previous_summary(folder: Path) -> dict[str, Any]:
+    """Return the summary of what a run reached before; empty if it is missing or damaged."""
+    try:
+        return read_summary(folder)
+    except ValueError:
+        return {}
+
+
 def write_failure(folder: Path, reason: str) -> None:
-    """Record why a crashed run failed."""
-    write_summary(folder, {"status": "failed", "reason": reason})
+    """Record why a crashed run failed, beside what it had reached."""
+    write_summary(folder, {**previous_summary(folder), "status": "failed", "reason": reason})
 
 
 def completed_summary(folder: Path, step: int, max_steps: int, *, changed: bool = False) -> dict[str, Any] | None:
@@ -223,10 +231,7 @@ def completed_summary(folder: Path, step: int, max_steps: int, *, changed: bool 
 
     A run that stopped early can resume if its settings are `changed`.
     """
-    try:
-        summary = read_summary(folder)
-    except ValueError:
-        return None
+    summary = previous_summary(folder)
     done = step >= max_steps or (summary.get("stopped_early") is True and not changed)
     return summary if done and summary.get("status") == "completed" else None
 

@@ -132,6 +132,7 @@ def test_two_processes_resume_bit_for_bit(text, tmp_path):
     runs = []
     for strategy in ("ddp", "fsdp"):
         same = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon"]
+        same += ["model.layer_repeats=2", "model.tie_embeddings=true"]
         same = [*small_run(text, tmp_path / "data", *same, *OFTEN), "ema_decay=0.9", "resume=auto"]
         for folder, pause_at in (("whole", "null"), ("paused", 7), ("paused", "null")):
             runs.append([*same, f"pause_at={pause_at}", f"hydra.run.dir={tmp_path}/{strategy}/{folder}"])
@@ -250,6 +251,27 @@ def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tm
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
         train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
+
+
+class FailAtStart(Callback):
+    def on_fit_start(self, *args: Any) -> None:
+        raise OSError("no such device")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_cannot_resume_keeps_what_it_had_reached(train, tmp_path, killed):
+    reached = train("pause_at=10").summary
+    if killed:  # before it wrote one
+        (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(OSError, match="no such device"):
+        train("resume=auto", "+callbacks.fail._target_=test_resume.FailAtStart")
+    failed = read_summary(tmp_path / "run")
+    assert (failed["status"], failed["reason"].split(": ")[1].split(" (")[0]) == ("failed", "no such device")
+    known = [name for name in reached if name.startswith(("best", "steps", "tokens", "flops", "params", "checkpoint"))]
+    known += [] if killed else ["seconds", "wall_seconds", "device"]
+    known.remove("tokens_per_second")
+    assert {name: failed[name] for name in known} == {name: reached[name] for name in known}
+    assert train("resume=auto").summary["steps"] == 20
 
 
 def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys):

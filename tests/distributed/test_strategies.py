@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from processes import Script
 from ranks import train_on_ranks
 from small_runs import column
@@ -47,6 +48,23 @@ def test_two_ranks_train_as_one(name, small, trained, tmp_path):
     found = read(two / LAST)["state_dict"]
     for key, expected in read(one / LAST)["state_dict"].items():
         assert (found[key] - expected).norm() <= 30 * tolerance * expected.norm(), key
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_run_resumes_with_any_strategy_as_if_it_had_not_paused(train, trained, tmp_path, optimizer):
+    """With blocks and embeddings that have several names, and averages of the weights."""
+    same = ["model.layer_repeats=2", "model.tie_embeddings=true", "ema_decay=0.9", f"optimizer={optimizer}"]
+    same += ["max_steps=8", "eval_every=2", "log_every=1", "schedule.warmup_steps=1", "resume=auto"]
+    whole = trained(*same)
+    for strategy, pause_at in (("auto", 2), ("fsdp", 4), ("fsdp", 6), ("ddp", "null")):
+        spread = [] if strategy == "auto" else [f"trainer={strategy}", "trainer.accelerator=cpu"]
+        run = train(*same, *spread, f"pause_at={pause_at}").folder
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
+    found = read(run / LAST)
+    for kind, weights in ((kind, read(whole / LAST)[kind]) for kind in ("state_dict", "unaveraged")):
+        assert found[kind].keys() == weights.keys()
+        for name, expected in weights.items():
+            torch.testing.assert_close(found[kind][name], expected, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}")
 
 
 FAILS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "+callbacks.fail._target_=ranks.Fail"]

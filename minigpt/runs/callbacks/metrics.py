@@ -64,6 +64,7 @@ class MetricsCallback(Callback):
         self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
         self.tokens_per_step = run.batch_size * run.accumulate * block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
+        self.resumed_step = 0  # where the run is if its training cannot begin
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
@@ -199,12 +200,13 @@ class MetricsCallback(Callback):
         losses = saved.best if isinstance(saved, CheckpointCallback) else []  # whose checkpoints are left
         losses = losses or [(loss, step) for step, loss in columns.get("val_loss", [])]
         best_val_loss, best_step = min(losses, default=(None, None))
-        tokens = trainer.global_step * self.tokens_per_step
+        steps = max(trainer.global_step, self.resumed_step)
+        tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
             "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(best_step or 0),
             "best_step": best_step,
-            "steps": trainer.global_step,
+            "steps": steps,
             "tokens": tokens,
             "params": pl_module.model.num_params(),
             "flops": tokens * pl_module.model.config.flops_per_token(),
