@@ -4,12 +4,14 @@ import os
 import re
 import shutil
 import signal
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from ranks import train_on_ranks
 from small_runs import composed, rows, small_run, table
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -367,6 +369,26 @@ def test_a_terminated_run_resumes_with_the_validation_that_was_due(train, traine
     with pytest.raises(Interrupted):
         train(*ACCUMULATED, *ask, f"+callbacks.ask.hook=on_{during}_batch_start")
     check_same_end(trained(*ACCUMULATED), train(*ACCUMULATED, "resume=auto").folder)
+
+
+class Scaled(Callback):
+    """Trains in 16-mixed, which Lightning has for GPUs alone, with a loss scale at which the first steps overflow."""
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+def test_a_run_that_is_terminated_at_a_step_that_16_mixed_skips_resumes_bit_for_bit(train, tmp_path):
+    scaled = ["+callbacks.scaled._target_=test_resume.Scaled", "max_steps=30", "eval_every=30", "log_every=1", SAMPLES]
+    ask = [f"+callbacks.ask.{setting}" for setting in ("_target_=test_resume.Terminate", "batch=4")]
+    with pytest.raises(Interrupted):
+        train(*scaled, *ask, "+callbacks.ask.hook=on_train_batch_start")
+    norms = [float(row["grad_norm"]) for row in rows(tmp_path / "run")]
+    assert (len(norms), isfinite(norms[-1]), read(tmp_path / "run" / LAST)["global_step"]) == (5, False, 5)
+    resumed, whole = train(*scaled, "resume=auto").folder, train(*scaled, folder=tmp_path / "whole").folder
+    assert isfinite(float(rows(whole)[-2]["grad_norm"]))  # the scale has fallen
+    check_same_end(whole, resumed)
 
 
 def test_metrics_and_samples_are_synced_before_their_checkpoint(train, tmp_path, monkeypatch):

@@ -154,7 +154,7 @@ class MetricsCallback(Callback):
         if trainer.is_global_zero and not self._linked:  # from now on the run has metrics to show
             update_latest_link(Path(trainer.default_root_dir))
             self._linked = True
-        if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
+        if pl_module.device.type == "cpu" and pl_module.diverged:
             raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
         if step % self.log_every == 0 or step == self.max_steps:
             self._log_training(trainer, pl_module)

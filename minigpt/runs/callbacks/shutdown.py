@@ -54,8 +54,8 @@ class GracefulShutdown(Callback):
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if not signum:
             return
-        norm: Any = trainer.lightning_module.grad_norm
+        pl_module: Any = trainer.lightning_module
         # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
-        if trainer.global_step < trainer.max_steps and (norm is None or norm.isfinite()):
+        if trainer.global_step < trainer.max_steps and not pl_module.diverged:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)
         raise Interrupted(signum)
