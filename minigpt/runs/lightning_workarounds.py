@@ -74,6 +74,15 @@ def unscale_before_clipping(optimizer: Any) -> Any:
     return optimizer
 
 
+def number_by_step(trainer: Any) -> None:
+    """Number what callbacks log by optimizer step, as the other metrics; Lightning counts from 0, or batches."""
+    log = trainer._logger_connector.log_metrics
+    trainer._logger_connector.log_metrics = lambda metrics, step=None: log(
+        {name: value for name, value in metrics.items() if name != "step"},  # with which a callback would set it
+        trainer.global_step,
+    )
+
+
 def set_up_process() -> None:
     """Silence Lightning, keep freed memory, and use TensorFloat-32 for matrix products that stay in fp32 on a GPU."""
     import torch

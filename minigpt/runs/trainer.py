@@ -28,7 +28,7 @@ from minigpt.run_config import Node, RunConfig
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.callbacks.resume_state import EMACallback
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
-from minigpt.runs.lightning_workarounds import set_up_process
+from minigpt.runs.lightning_workarounds import number_by_step, set_up_process
 from minigpt.runs.metrics_csv import append_metrics
 from minigpt.runs.run_dir import METRICS
 from minigpt.utils.cli import IMPORTED_FROM
@@ -87,6 +87,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
+    number_by_step(trainer)
     rank_zero_only.__dict__["rank"] = trainer.global_rank  # set at the import, by any variable of ranks
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")

@@ -101,9 +101,55 @@ def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, dama
     assert ("1 of its rows are dropped" in capsys.readouterr().err) == bool(damaged)
 
 
+class Own(Callback):
+    """Logs the step, and a number of its own, in every hook that may log."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        pl_module.log_dict({"own": float(trainer.global_step), "step": 99.0})
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.log("own_epoch", float(trainer.global_step))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+        pl_module.log("own_batch", float(trainer.global_step), on_step=True)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.log("own_val", float(trainer.global_step))
+
+
+OWN = ["+callbacks.own._target_=test_resume.Own"]
+RATES = ["+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"]
+
+
+@pytest.mark.parametrize("end", ["killed", "terminated", "paused"])
+def test_what_callbacks_log_has_the_step_of_the_other_metrics_and_once(train, trained, tmp_path, end):
+    same = [*OWN, *RATES, "max_steps=8", "eval_every=3", "log_every=2", "callbacks.checkpoint.save_top_k=9"]
+    ask = ["+callbacks.ask._target_=test_resume.Terminate", "+callbacks.ask.hook=on_train_batch_start"]
+    whole, folder = trained(*same), tmp_path / "run"
+    if end == "killed":
+        broken_off(whole, 3, folder)
+    elif end == "paused":
+        train(*same, "pause_at=6")
+    else:
+        with pytest.raises(Interrupted):
+            train(*same, *ask, "+callbacks.ask.batch=4")
+    train(*same, "resume=auto")
+    found = table(folder / "metrics.csv")
+    for name in ("own", "own_batch_step", "own_val", "own_epoch"):
+        assert all(row["step"] == row[name].removesuffix(".0") for row in found if row[name]), name
+    rates = {row["step"]: row["learning_rate"] for row in found if row["learning_rate"]}
+    names = ["own", "own_batch_step", "own_val", "lr-AdamW/pg1"]
+    assert rates == {row["step"]: row[names[-1]] for row in found if row[names[-1]] and row["step"] in rates}
+    for name in names:
+        expected = [row[name] for row in table(whole / "metrics.csv") if row[name]]
+        assert [row[name] for row in found if row[name]] == expected, name
+    assert [row["own"] for row in found if row["own"]] == [f"{step}.0" for step in range(1, 9)]
+
+
 def test_after_a_kill_tensorboard_shows_each_step_once(train, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    same = ["logger=tensorboard", "callbacks.checkpoint.save_top_k=2", "max_steps=4", "eval_every=2", "log_every=1"]
+    same = [*OWN, "logger=tensorboard", "callbacks.checkpoint.save_top_k=2"]
+    same += ["max_steps=4", "eval_every=2", "log_every=1"]
     whole = train(*same).folder
     for name in ("late", "early"):
         killed = broken_off(whole, 2, tmp_path / name)
@@ -111,7 +157,7 @@ def test_after_a_kill_tensorboard_shows_each_step_once(train, tmp_path):
             (killed / LAST).unlink()
         train(*same, "resume=auto", folder=killed)
         logged = events.EventAccumulator(str(killed / "tensorboard")).Reload()
-        for metric in ("train_loss", "val_loss"):
+        for metric in ("train_loss", "val_loss", "own", "own_val"):
             expected = [(int(row["step"]), float(row[metric])) for row in table(killed / "metrics.csv") if row[metric]]
             found = [(point.step, point.value) for point in logged.Scalars(metric)]
             assert found == [(step, pytest.approx(value)) for step, value in expected]

@@ -136,6 +136,8 @@ class MetricsCallback(Callback):
                 break
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # The number of what Lightning's own callbacks log themselves, such as LearningRateMonitor
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
         self._clock = self._clock or time.perf_counter()
         self._threads.start()
 

@@ -54,6 +54,8 @@ class GracefulShutdown(Callback):
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if not signum:
             return
+        if not trainer.validating:  # what callbacks logged, which Lightning writes after the step
+            trainer._logger_connector.update_train_step_metrics()
         pl_module: Any = trainer.lightning_module
         # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
         if trainer.global_step < trainer.max_steps and not pl_module.diverged:
