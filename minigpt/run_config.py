@@ -27,6 +27,9 @@ TRAINER_OPTIONS = (
 
 Node = dict[str, Any]  # a config group
 
+# Texts in which `${seed}` stands for itself, on the command line and in files; elsewhere it refers to a setting.
+LITERAL_TEXTS = ("data.separator", "callbacks.samples.prompt", "callbacks.attention.text")
+
 # A setting whose value is from outside the configuration. Not the folder or the time of a run, which no other run has;
 # no password, which is not written to disk; and no setting of a logger, which changes no result
 OUTSIDE = re.compile(
@@ -106,7 +109,7 @@ def check_hydra(hydra: Any) -> None:
 
 
 def check_run(cfg: DictConfig) -> None:
-    """Check a composed run configuration, after `use_integers`.
+    """Check a composed run configuration, after `normalize`.
 
     Raises:
         UserError: a value is invalid; the message names one.
@@ -126,7 +129,7 @@ def check_run(cfg: DictConfig) -> None:
                 known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
                 advice = f"add {group}={name}" if known else "set it to the path of a class"
                 raise UserError(f"{group}.{name} has no _target_; {advice}")
-    settings = use_integers(cfg)
+    settings = normalize(cfg)
     for key, rule in _RULE_OF.items():
         if (value := settings[key]) is not ...:
             require(key, value, *rule, _advice(cfg, key, value))
@@ -162,14 +165,17 @@ def check_run(cfg: DictConfig) -> None:
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
-def use_integers(cfg: DictConfig) -> dict[str, Any]:
+def normalize(cfg: DictConfig) -> dict[str, Any]:
     """Make whole numbers that are written as floats, such as max_steps=1e4, integers where only these are accepted.
 
-    A run records them so, and two notations of a number are the same setting.
+    A run records them so, and two notations of a number are the same setting. Texts are made literal.
 
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
     """
+    for key, written in flat(OmegaConf.to_container(cfg)):
+        if key in LITERAL_TEXTS and isinstance(written, str):
+            OmegaConf.update(cfg, key, escape_references(written))
     settings = {}
     for key, (accepts, _) in (_RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}).items():
         value = OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
@@ -178,6 +184,11 @@ def use_integers(cfg: DictConfig) -> dict[str, Any]:
             OmegaConf.update(cfg, key, value)
         settings[key] = value
     return settings
+
+
+def escape_references(text: str) -> str:
+    r"""Write a text so that OmegaConf takes `${…}` literally; `\${…}` is written so already."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)\$\{", r"\1\\${", text)
 
 
 def use_outside_values(cfg: DictConfig) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
+from minigpt.run_config import LITERAL_TEXTS, escape_references
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import written_as
 from minigpt.utils.scripts import ROOT
@@ -17,7 +18,7 @@ PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _PATHS = ("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "init_from", "resume")
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
 _TEXTS = (
-    *("data.separator", "callbacks.samples.prompt", "callbacks.attention.text"),
+    *LITERAL_TEXTS,
     *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity", "id")),
 )
 # What an override such as ~logger or logger=null stands for; the other groups always have a choice.
@@ -121,6 +122,8 @@ def literal(override: str, sweeps: bool) -> str:
             if not isinstance(parsed, str):  # a list, or values of a sweep
                 return override
             values, several = [parsed], False
+    if name in LITERAL_TEXTS:
+        values = [escape_references(text) for text in values]
     if name not in _TEXTS:
         values = [os.path.expanduser(path) for path in values]
     if name in ("resume", "init_from"):

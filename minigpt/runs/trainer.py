@@ -1,5 +1,6 @@
 """Build the Lightning Trainer of a run from its settings, its data module, and what reads and writes its files."""
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
 from omegaconf import OmegaConf
+from torch.utils._pytree import tree_map_only
 
 from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
@@ -52,7 +54,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         *averages,
         GracefulShutdown(sync_every=run.log_every),
     )
-    options = instantiate(OmegaConf.create({"trainer": run.trainer}), _convert_="all")["trainer"]
+    options = _instantiate("trainer", run.trainer)
     if started := started_together():
         options["num_nodes"], per_node = started
         if options["devices"] in (1, "auto"):
@@ -97,8 +99,14 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
 
 def instantiate_group(name: str, group: Node) -> list[Any]:
     """Instantiate the objects of a config group, whose name is that in errors; null values are skipped."""
-    parts = instantiate(OmegaConf.create({name: group}), _convert_="all")[name]
-    return [part for part in parts.values() if part is not None]
+    return [part for part in _instantiate(name, group).values() if part is not None]
+
+
+def _instantiate(name: str, group: Node) -> Any:
+    """Instantiate the nodes of a group, whose references are resolved: a `${…}` that is left is a text."""
+    # Hydra resolves twice, and each time halves the backslashes before a `${`.
+    literal = tree_map_only(str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group})
+    return instantiate(OmegaConf.create(literal), _convert_="all")[name]
 
 
 def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.run_config import RunConfig, check_hydra, use_integers, use_outside_values
+from minigpt.run_config import RunConfig, check_hydra, normalize, use_outside_values
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_dir import LOCK, PLAN, lock_sweep_dir, make_folder, update_latest_link, write_failure
@@ -202,7 +202,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
         """Compose the configuration of a point, as its job will, and the node of Hydra."""
         config, hydra = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
-        use_integers(config)
+        normalize(config)
         return config, hydra
 
     def _overrides(self, values: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Paths and texts on the command line: they are taken literally, in every kind of run."""
 
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,11 @@ from omegaconf import OmegaConf
 from small_runs import composed, one_line, rows, table
 
 from minigpt import train
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
+from minigpt.run_config import LITERAL_TEXTS, normalize
 from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.trainer import instantiate_group
 from minigpt.utils.errors import UserError
 
 ODD = [
@@ -76,6 +81,60 @@ def test_a_text_is_taken_literally():
     for key in ("callbacks.samples.prompt", "callbacks.attention.text", "logger.wandb.name", "+logger.wandb.notes"):
         for text in TEXTS[:4] + TEXTS[5:]:
             assert parsed(f"{key}={text}") == text
+
+
+REFERENCES = ["cost: ${seed}", "${oc.env:NOT_SET}", "a ${ b", "it's ${a b}} ${seed"]
+
+
+def test_a_reference_in_a_text_is_text():
+    """And an escaped one is the same, in YAML too; an override is recorded as it is composed."""
+    for text in REFERENCES:
+        keys = [key if "attention" not in key else f"+{key}" for key in LITERAL_TEXTS]
+        for given in (text, text.replace("${", r"\${")):
+            line = complete_overrides([f"{key}={given}" for key in keys])
+            assert complete_overrides(line) == line
+            parsed = OverridesParser.create().parse_overrides(line)
+            values = {override.key_or_group: override.value() for override in parsed}
+            if text == REFERENCES[0] and given == text:  # as a file of the user has them
+                values = dict.fromkeys(values, text)
+            cfg = OmegaConf.create({})
+            for key, value in values.items():
+                OmegaConf.update(cfg, key, value)
+            normalize(cfg)
+            for found in (cfg, OmegaConf.create(OmegaConf.to_yaml(cfg))):
+                assert [OmegaConf.select(found, key) for key in LITERAL_TEXTS] == [text] * 3
+        settings = {"one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}}  # of a run are resolved already
+        assert instantiate_group("callbacks", settings) == [{"text": [text, rf"\{text}"]}]
+
+
+@pytest.mark.slow
+def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(call, text, tmp_path):
+    (tmp_path / "texts.txt").write_text(text.read_text().replace("\n", "${seed}"))
+    (tmp_path / "mine/callbacks").mkdir(parents=True)
+    (tmp_path / "mine/callbacks/asking.yaml").write_text(
+        "defaults: [default, _self_]\nsamples: {prompt: 'cost: ${seed}', max_new_tokens: 1}\n"
+    )
+    same = ["max_steps=2", "eval_every=1", "tokenizer=byte", "data.path=texts.txt", "data.separator=${seed}"]
+    asked = [*same, "callbacks.samples.max_new_tokens=1", "callbacks.samples.prompt=cost: ${seed}"]
+    runs = {
+        "run": [*asked, "pause_at=1", "hydra.run.dir=run"],
+        "run ": [*asked, "resume=auto", "hydra.run.dir=run"],
+        "file": [*same, "--config-dir", "mine", "callbacks=asking", "callbacks.samples.top_k=3", "hydra.run.dir=file"],
+        "sweep/n_head=2": [*asked, "-m", "model.n_head=1,2", "hydra.sweep.dir=sweep", "hydra/launcher=basic"],
+    }
+    for folder, line in runs.items():
+        ended = call("train.py", *line)
+        assert ended.returncode == 0, ended.stderr
+        if folder == "run":
+            continue
+        samples = (tmp_path / folder.strip() / "samples.txt").read_text()
+        assert samples.count("\ncost: ${seed}") == 2
+        last = read(tmp_path / folder.strip() / LAST)["minigpt"]["config"]
+        assert (last["data"]["separator"], last["callbacks"]["samples"]["prompt"]) == ("${seed}", "cost: ${seed}")
+    recorded = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
+    (meta,) = tmp_path.glob("data/tokens/*/meta.json")
+    assert json.loads(meta.read_text())["train"]["documents"] > 300
 
 
 def test_none_of_python_is_null_but_in_a_prompt():

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from minigpt.run_config import use_integers
+from minigpt.run_config import normalize
 from minigpt.runs.overrides import given_settings
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.errors import require
@@ -21,7 +21,7 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
     Raises:
         UserError: as `planned_heads`.
     """
-    use_integers(cfg)
+    normalize(cfg)
     if "model" in (given := given_settings(overrides)):
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
