@@ -1,15 +1,19 @@
 """What the command line says against the state of a checkpoint, and the best checkpoint against metrics and summary."""
 
 from math import fsum
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from models import make_model
 from small_runs import column
 
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.extras.interpret.run_corpus import validation_batches
+from minigpt.runs.callbacks.resume_state import ResumeState
 
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]
 # Only the first validation, of step 5, is an improvement.
@@ -60,6 +64,25 @@ def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
     run = train(*STOP, f"resume={other.folder}", folder=tmp_path / "new")
     assert run.summary["steps"] == 35  # step 20 is its first validation
     assert f"Best score: {column(run.folder, 'val_loss')[0]:.3f}." in run.summary["reason"]
+
+
+@pytest.mark.parametrize("kind", ["mps", "cuda", "xpu"])
+def test_the_generator_of_the_device_is_saved_and_restored(kind, monkeypatch):
+    """Which draws the dropout masks there; the functions of torch stand in for a machine with that device."""
+    generator = [torch.arange(3)]
+    monkeypatch.setattr(getattr(torch, kind), "get_rng_state", lambda: generator[0].clone())
+    monkeypatch.setattr(getattr(torch, kind), "set_rng_state", lambda state: generator.__setitem__(0, state))
+    monkeypatch.setattr("minigpt.runs.callbacks.resume_state.apply_config", lambda *given: None)
+    module = SimpleNamespace(model=make_model(), device=torch.device(kind), max_steps=9)
+    progress = {"global_step": 2, "val_check_interval": 2, "accumulate_grad_batches": 1}
+    trainer: Any = SimpleNamespace(**progress, world_size=1, global_rank=0)
+    saved, resumed = {}, ResumeState({})
+    ResumeState({}).on_save_checkpoint(trainer, module, saved)
+    generator[0] += 1
+    resumed.rng = saved["rng"]
+    torch.manual_seed(1)
+    resumed.on_train_start(trainer, module)
+    assert (generator[0].tolist(), torch.initial_seed()) == ([0, 1, 2], 0)
 
 
 def test_a_missing_best_of_a_complete_run_is_mentioned(train, capsys):

@@ -36,8 +36,10 @@ class ResumeState(Callback):
         step, every = trainer.global_step, trainer.val_check_interval // trainer.accumulate_grad_batches
         validates = step % every == 0 or step == pl_module.max_steps
         checkpoint["validation_due"] = validates and self.validated_step != step
-        cuda = torch.cuda.get_rng_state() if pl_module.device.type == "cuda" else None
-        checkpoint["rng"] = gather_objects({"torch": torch.get_rng_state(), "cuda": cuda})
+        states = {"torch": torch.get_rng_state()}
+        if pl_module.device.type != "cpu":  # torch.cuda, torch.mps
+            states[pl_module.device.type] = torch.get_device_module(pl_module.device).get_rng_state()
+        checkpoint["rng"] = gather_objects(states)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.rng, states = checkpoint["rng"], checkpoint["callbacks"]
@@ -53,10 +55,10 @@ class ResumeState(Callback):
         if self.rng is not None:
             apply_config(trainer, pl_module)
             if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
-                state = self.rng[trainer.global_rank]
-                torch.set_rng_state(state["torch"])
-                if state["cuda"] is not None and torch.cuda.is_available():
-                    torch.cuda.set_rng_state(state["cuda"])
+                states = self.rng[trainer.global_rank]
+                torch.set_rng_state(states["torch"])
+                if (state := states.get(pl_module.device.type)) is not None:
+                    torch.get_device_module(pl_module.device).set_rng_state(state)
         self.training_began = True
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
