@@ -87,8 +87,8 @@ class LanguageModel(L.LightningModule):
     @property
     def diverged(self) -> bool:
         """Whether the last step made weights NaN or infinite; 16-mixed skips such a step."""
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        return not scaled and self.grad_norm is not None and not self.grad_norm.isfinite()
+        skips = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        return not skips and self.grad_norm is not None and not self.grad_norm.isfinite()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Take a step, then free the gradients, so that they never take memory beside the next activations."""

@@ -37,7 +37,7 @@ def main() -> None:
     """Find the models, open the socket, serve until Ctrl-C."""
     args = arguments()
     require("--port", args.port, *integer(0, 65535))
-    key = os.environ.get("MINIGPT_API_KEY") if args.api_key is None else args.api_key
+    key = (os.environ.get("MINIGPT_API_KEY") or None) if args.api_key is None else args.api_key
     if key is not None:
         require("--api-key", "this key", lambda _: re.fullmatch(r"[!-~]+", key), "printable ASCII without spaces")
     for origin in args.allow_origin:

@@ -89,25 +89,23 @@ class FSDP(ModelParallelStrategy):
             # torch loads a weight by its first name alone: not by those of the further uses of a block
             names = {parameter: name for name, parameter in self.model.named_parameters()}
             weights = {name: weights[name] for name in names.values()}
-            state = _by_name(state, [names[p] for group in optimizer.param_groups for p in group["params"]])
+            # The numbers of a checkpoint stand in the order of the groups, whatever strategy wrote it
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            name_of = {number: names[parameter] for number, parameter in zip(numbers, parameters, strict=True)}
+            groups = [
+                {**group, "params": list(map(name_of.__getitem__, group["params"]))} for group in state["param_groups"]
+            ]
+            state = {
+                "state": {name_of[number]: each for number, each in state["state"].items()},
+                "param_groups": groups,
+            }
         options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         state_dict.set_model_state_dict(self.model, weights, options=options)
         state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]
-
-
-def _by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return the state of an optimizer by the names of its parameters; in a checkpoint numbers stand in their order."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    name_of = dict(zip(numbers, names, strict=True))
-    return {
-        "state": {name_of[number]: each for number, each in state["state"].items()},
-        "param_groups": [
-            {**group, "params": list(map(name_of.__getitem__, group["params"]))} for group in state["param_groups"]
-        ],
-    }
 
 
 def _share_muon(optimizers: list[Any], kind: type[Replicas | Shards]) -> None:

@@ -155,8 +155,7 @@ def fit(
         exit_code = explain(error)[1]
         raise error
     finally:
-        if run.resume == "auto" and step and not state.training_began:  # the run has what it had reached
-            metrics.resumed_step = step
+        if resume and not state.training_began:  # the run has what it had reached
             outcome = reached | outcome
         summary = write_results(trainer, module, metrics, outcome | origin | described, exit_code)
     if trainer.is_global_zero:

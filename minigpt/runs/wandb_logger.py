@@ -81,6 +81,8 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     """
     if not is_rank_zero():
         return None
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+        del os.environ[name]  # W&B would take an empty variable for a value
     known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
         raise UserError(

@@ -149,9 +149,11 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
         labels = found.run_name, found.project, found.entity, found.run_group, found.run_job_type, found.run_notes
         return *labels, found.run_tags, found.run_id
 
+    for name in ("MODE", "PROJECT", "NAME", "TAGS", "RUN_ID", "BASE_URL", "SILENT", "RUN_GROUP"):  # count as not set
+        monkeypatch.setenv(f"WANDB_{name}", "")
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb/settings").write_text("[default]\nproject = of-file\nentity = of-file\n")  # of `wandb init`
-    assert names("file")[:3] == ("file", "of-file", "of-file")
+    assert names("file")[:-1] == ("file", "of-file", "of-file", None, None, None, None)
     variables = {"NAME": "n", "PROJECT": "p", "ENTITY": "e", "RUN_GROUP": "g", "JOB_TYPE": "j", "NOTES": "o"}
     for name, value in (variables | {"TAGS": "a,b", "RUN_ID": "fox"}).items():  # though the client runs
         monkeypatch.setenv(f"WANDB_{name}", value)

@@ -64,7 +64,6 @@ class MetricsCallback(Callback):
         self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
         self.tokens_per_step = run.batch_size * run.accumulate * block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
-        self.resumed_step = 0  # where the run is if its training cannot begin
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
@@ -202,7 +201,8 @@ class MetricsCallback(Callback):
         losses = saved.best if isinstance(saved, CheckpointCallback) else []  # whose checkpoints are left
         losses = losses or [(loss, step) for step, loss in columns.get("val_loss", [])]
         best_val_loss, best_step = min(losses, default=(None, None))
-        steps = max(trainer.global_step, self.resumed_step)
+        # A run that could not resume is where its rows end.
+        steps = max([trainer.global_step, *(points[-1][0] for points in columns.values())])
         tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,

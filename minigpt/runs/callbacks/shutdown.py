@@ -56,8 +56,7 @@ class GracefulShutdown(Callback):
             return
         if not trainer.validating:  # what callbacks logged, which Lightning writes after the step
             trainer._logger_connector.update_train_step_metrics()
-        pl_module: Any = trainer.lightning_module
         # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
-        if trainer.global_step < trainer.max_steps and not pl_module.diverged:
+        if trainer.global_step < trainer.max_steps and not trainer.lightning_module.diverged:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)
         raise Interrupted(signum)
