@@ -9,9 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
+from itertools import pairwise
+from math import exp, expm1, isfinite, log, sqrt
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml  # a dependency of Hydra
@@ -29,7 +31,7 @@ COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting
 CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
-DIVERGED = 1.2  # times the lowest training loss, or the best validation loss of a sweep
+DIVERGED = 1.2  # times the best validation loss, of the run or of the sweep
 TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
 
 
@@ -43,7 +45,7 @@ class Point:
         settings: the whole configuration by dotted key, which identifies the point: `relevant_settings`.
         totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
-        diverged: the training loss ended far above its lowest.
+        diverged: the training loss rose and stayed there: `has_diverged`.
         origin: checksum of the text and of the weights that the run started from.
         validated: the text that the losses are of, as in `Corpus.validated_part`.
         bits: validation loss in bits per byte, by optimizer step.
@@ -213,13 +215,36 @@ def _measure(file: Path) -> dict[str, Any]:
     }
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
-    trained = [loss for _, loss in columns.get("train_loss", ())]
+    # NaN, which stays, is a large loss.
+    trained = [max(1e-3, min(1e9, loss)) for _, loss in columns.get("train_loss", ())]
+    validated = [min(1e9, loss) for _, loss in columns.get("val_loss", ())]
     return {
         "totals": _finite(totals),
         "curve": [(round(at * tokens / step), loss) for at, loss in losses],
         "bits": bits,
-        "diverged": bool(trained) and trained[-1] > DIVERGED * min(trained),
+        "diverged": has_diverged(trained, validated),
     }
+
+
+def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
+    """Return whether the losses of a run rose by 20 % of its best validation loss and stayed there.
+
+    A row of the training loss has the noise of its batch: 10 % for one window of 32 tokens. So the rise must be one of
+    the validation loss too, which has none, or one of medians over a twentieth of the rows, by ten times their noise.
+    A validation loss that rises while the training loss falls is overfitting.
+    """
+    best = min(validated, default=0.0)
+    tail = trained[-max(1, len(trained) // 10) :] or [0.0]
+    if min([median(tail), *validated[-1:]]) > DIVERGED * best > 0:
+        return True
+    # In logarithms the noise of a loss of 500 is that of a loss of 5. With one window, or none, the rise is 0.
+    n = max(5, len(trained) // 20)
+    logs = [*map(log, trained)]
+    levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]  # the last first
+    noise = median([abs(after - before) for before, after in pairwise(logs)] or [0.0]) / sqrt(n)
+    lowest = exp(min(levels))
+    rise = max((DIVERGED - 1) * (best or lowest), lowest * expm1(10 * noise))
+    return min([exp(levels[0]), *validated[-1:]]) > lowest + rise
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
