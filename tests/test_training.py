@@ -37,7 +37,7 @@ import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
-from minigpt.extras.playground.history import read_samples
+from minigpt.extras.playground.history import read_history, read_samples
 from minigpt.generation import stream
 from minigpt.language_model import LanguageModel
 from minigpt.run_config import TRAINER_OPTIONS, check_run
@@ -45,6 +45,7 @@ from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.lightning_workarounds import unscale_before_clipping
 from minigpt.runs.run_dir import read_summary
 from minigpt.runs.trainer import build_trainer, partial_from_config
+from minigpt.sweeps.results import read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.signals import END_SIGNALS
 from minigpt.utils.terminal import TORCHRUN
@@ -453,6 +454,26 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train, caplog)
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
+
+
+NAMES = ("acc,top5", 'a"b', "two\nlines")
+
+
+class LogOddNames(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        pl_module.log_dict({name: float(trainer.global_step) for name in NAMES})
+
+
+def test_a_metric_may_have_a_comma_a_quote_or_a_line_break_in_its_name(train):
+    odd = ["+callbacks.odd._target_=test_training.LogOddNames", "log_every=1", "eval_every=2"]
+    train(*odd, "max_steps=4")
+    run = train(*odd, "max_steps=6", "resume=auto")
+    assert run.summary["status"] == "completed"
+    for name in NAMES:
+        assert column(run.folder, name) == [1, 2, 3, 4, 5, 6]
+    assert len(read_history(run.folder)["val_loss"]) == 3
+    (point,) = read_sweep(run.folder)
+    assert (point.totals["best_val_loss"], len(point.curve)) == (run.summary["best_val_loss"], 3)
 
 
 def test_a_notebook_may_define_a_callback_and_an_optimizer(train, monkeypatch, tmp_path):

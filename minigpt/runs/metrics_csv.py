@@ -58,9 +58,11 @@ def truncate_metrics(file: Path, step: int) -> None:
 
 def _read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Read the column names and the rows of `metrics.csv`; an incomplete last line, of a killed run, is ignored."""
-    with open(file, newline="", encoding="utf-8", errors="replace") as lines:
-        reader = csv.DictReader((line for line in lines if line.endswith("\n")), quoting=csv.QUOTE_NONE)
-        return list(reader.fieldnames or []), list(reader)
+    with open(file, newline="\n", encoding="utf-8", errors="replace") as opened:
+        lines = (line for line in opened if line.endswith("\n"))
+        names = next(csv.reader(lines), [])
+        # Numbers have no quotes: one in a damaged row would swallow the rows after it.
+        return names, list(csv.DictReader(lines, names, quoting=csv.QUOTE_NONE))
 
 
 def _write_rows(file: Path, names: Collection[str], rows: Iterable[Mapping[str, object]]) -> None:

@@ -1,5 +1,6 @@
 """The run folder: its lock, the link to the newest run, metrics, curves and summary."""
 
+import csv
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
@@ -22,7 +24,7 @@ from minigpt.language_model import LanguageModel
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.curves import plot_curves
-from minigpt.runs.metrics_csv import append_metrics, read_metrics
+from minigpt.runs.metrics_csv import append_metrics, read_metrics, truncate_metrics
 from minigpt.runs.overrides import complete_overrides
 from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.errors import UserError
@@ -203,6 +205,40 @@ def test_metrics_are_read_as_they_were_written(tmp_path):
             expected.setdefault(name, []).append((step, value))
         assert read_metrics(file) == expected  # on disk as soon as it is measured
     assert len(file.read_text().splitlines()) == 6  # one header
+
+
+@pytest.mark.parametrize("name", ["acc,top5", 'a"b', '"quoted"', "two\nlines", "two\r\nlines", "mac\rline", " spaced", "é"])
+def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
+    file = tmp_path / "metrics.csv"
+    for step in (1, 2, 3):
+        append_metrics(file, {"train_loss": 4.0 - step}, step)
+        append_metrics(file, {name: 0.5 * step, "val_loss": 3.0}, step)
+    expected = {
+        "train_loss": [(1, 3.0), (2, 2.0), (3, 1.0)],
+        name: [(1, 0.5), (2, 1.0), (3, 1.5)],
+        "val_loss": [(1, 3.0), (2, 3.0), (3, 3.0)],
+    }
+    assert read_metrics(file) == expected
+    with open(file, newline="", encoding="utf-8") as opened:
+        assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [0.5, 1.0, 1.5]
+    assert pandas.read_csv(file)[name].dropna().tolist() == [0.5, 1.0, 1.5]
+    with open(file, "a") as opened:
+        opened.write('3,"')  # of a killed run
+    assert read_metrics(file) == expected
+    truncate_metrics(file, 2)
+    assert read_metrics(file) == {column: points[:2] for column, points in expected.items()}
+    append_metrics(file, {name: 7.0, "train_loss": 1.0}, 4)
+    assert read_metrics(file)[name] == [(1, 0.5), (2, 1.0), (4, 7.0)]
+
+
+def test_a_quote_in_a_damaged_row_swallows_no_other(tmp_path, capsys):
+    file = tmp_path / "metrics.csv"
+    file.write_text('step,"acc,top5",val_loss\n1,0.5,3.0\n2,"0.5,2.0\n3,0.25,1.0\n')
+    with pytest.raises(ValueError, match="a row is not a measurement"):
+        read_metrics(file)
+    truncate_metrics(file, 3)
+    assert "1 of its rows are dropped" in capsys.readouterr().err
+    assert read_metrics(file) == {"acc,top5": [(1, 0.5), (3, 0.25)], "val_loss": [(1, 3.0), (3, 1.0)]}
 
 
 def test_the_curves_show_the_training_loss_and_every_validation_loss(tmp_path):
