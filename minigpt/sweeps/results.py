@@ -21,7 +21,7 @@ import yaml  # a dependency of Hydra
 from minigpt.run_config import OUTSIDE
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
-from minigpt.sweeps.settings import by_name, is_relevant, relevant_settings
+from minigpt.sweeps.settings import MAX_NAME_BYTES, by_name, is_relevant, relevant_settings
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
@@ -255,10 +255,11 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Point:
     name = entry["folder"]
-    if Path(name).name != name or len(name) > 255:
+    if Path(name).name != name:
         raise ValueError("a folder is not a file name")
     point = Point(
-        folder / name,
+        # Older versions chose names that are too long for a file system.
+        folder / (name if len(name.encode()) <= MAX_NAME_BYTES else sha256_json(name)),
         {key: str(value) for key, value in entry["overrides"].items()},
         str(entry["status"]),
         str(entry["reason"]),

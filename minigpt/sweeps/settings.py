@@ -11,6 +11,7 @@ from minigpt.run_config import flat, use_outside_values
 from minigpt.utils.files import sha256_json
 
 MAX_NAME_CHARS = 120
+MAX_NAME_BYTES = 255  # as file systems take them
 _RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
@@ -43,9 +44,11 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
     short = short_names(list(values))
     name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
     name = re.sub(r"[^\w.,=+-]+", "-", name)
-    if len(name) <= MAX_NAME_CHARS and name not in taken:
+    if len(name) <= MAX_NAME_CHARS and len(name.encode()) <= MAX_NAME_BYTES and name not in taken:
         return name
-    return f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(taken)])[:8]}"
+    suffix = f"-{sha256_json([values, len(taken)])[:16]}"  # 8 digits would be equal in 1 % of grids of 10,000 points
+    start = name[: MAX_NAME_CHARS - len(suffix)].encode()[: MAX_NAME_BYTES - len(suffix)]
+    return start.decode(errors="ignore") + suffix
 
 
 def is_relevant(override: str) -> bool:

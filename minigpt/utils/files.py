@@ -15,7 +15,8 @@ PARTIAL = f"{'[0-9a-f]' * 16}.partial"  # glob pattern of the end of temporary n
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
-    partial = path.with_name(f".{path.name}.{token_hex(8)}.partial")  # hosts and containers may share process ids
+    # A name has at most 255 bytes, four per character; hosts and containers may share process ids.
+    partial = path.with_name(f".{path.name[:50]}.{token_hex(8)}.partial")
     try:
         yield partial
         partial.replace(path)

@@ -285,6 +285,15 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
     assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
 
 
+@pytest.mark.parametrize("stem", ["訓" * 83, "𠀋" * 62, "🎉" * 62], ids=["3 bytes", "4 bytes", "emoji"])
+def test_a_text_of_the_longest_name_is_prepared_on_a_host_of_the_longest_name(tmp_path, monkeypatch, stem):
+    monkeypatch.setattr("platform.node", lambda: "h" * 64)
+    (tmp_path / f"{stem}.txt").write_text("the fox " * 100)
+    corpus = corpus_of(tmp_path / f"{stem}.txt", tmp_path)
+    assert len(corpus.tokens("train")) + len(corpus.tokens("val")) == 800
+    assert len(leftovers(tmp_path)) == 4  # the folder, both splits and meta.json
+
+
 def test_a_folder_in_the_place_of_token_files_is_refused_and_stays(tmp_path):
     corpus = prepare("fox " * 100, tmp_path, "byte")
     (folder_of(corpus) / "meta.json").unlink()

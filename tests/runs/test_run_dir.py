@@ -190,6 +190,13 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     assert complete_overrides(["resume=auto", "resume=runs/second"]) == ["resume=auto", "resume=runs/second"]
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "訓" * 85, "𠀋" * 63], ids=["1 byte", "3 bytes", "4 bytes"])
+def test_a_file_of_the_longest_name_is_written(tmp_path, name):
+    with atomic_write(tmp_path / name) as partial:
+        partial.write_text("fox")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "fox")]
+
+
 def test_metrics_are_read_as_they_were_written(tmp_path):
     file, expected = tmp_path / "metrics.csv", {}
     rows = [
@@ -207,7 +214,10 @@ def test_metrics_are_read_as_they_were_written(tmp_path):
     assert len(file.read_text().splitlines()) == 6  # one header
 
 
-@pytest.mark.parametrize("name", ["acc,top5", 'a"b', '"quoted"', "two\nlines", "two\r\nlines", "mac\rline", " spaced", "é"])
+LINES = ("two\nlines", "two\r\nlines", "mac\rline")
+
+
+@pytest.mark.parametrize("name", ["acc,top5", 'a"b', '"quoted"', " spaced", "é", *LINES])
 def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
     file = tmp_path / "metrics.csv"
     for step in (1, 2, 3):

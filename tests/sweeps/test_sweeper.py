@@ -418,6 +418,38 @@ def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases
     assert sweeper.points[1].folder == tmp_path / name / "seed=2"
 
 
+def test_a_name_that_is_too_long_for_a_file_system_is_cut_at_a_character_and_stays_unique(plan, tmp_path):
+    fields = ["text", "é" * 110, *(f"{'訓練' * 60}{end}" for end in "ab"), "𠀋" * 61 + "e", "e𠀋" * 61, "🎉" * 200]
+    quoted = ",".join(f"'{field}'" for field in fields)
+    line = [f"data.field={quoted}"]
+    points = plan(*line).points
+    names = [point.folder.name for point in points]
+    assert names[:2] == [f"field={value}" for value in fields[:2]]
+    assert len({*names}) == 7
+    for name, point in zip(names, points, strict=True):
+        value = point.settings["data.field"].replace("🎉", "-")  # as all but letters and digits
+        assert len(name) <= 120  # a name of W&B has 128
+        assert len(name.encode()) <= 255
+        assert re.fullmatch(rf"field=(text|-|{value[:8]}[{value}]{{50,}}.*)", name)
+    assert {file.name for file in (tmp_path / "sweep").iterdir() if file.is_dir()} == {*names}
+    assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 7
+    resumed = plan(*line, "resume=auto")
+    assert (resumed.engine.launches, [point.folder.name for point in resumed.points]) == ([], names)
+
+
+def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
+    """Older versions planned them, and failed at the first launch."""
+    line = ["data.field=text,other", "seed=1,2"]
+    plan(*line)
+    file, long = tmp_path / "sweep/sweep.json", "訓" * 119
+    for i, name in enumerate(("field=other,seed=1", "field=other,seed=2")):
+        file.write_text(file.read_text().replace(name, f"{long}{i}"))
+    resumed = plan(*line, "resume=auto")
+    assert [config.seed for config in resumed.engine.configs] == [1, 2]
+    assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
+    assert plan(*line, "resume=auto").engine.launches == []
+
+
 @pytest.mark.parametrize("given", ["WANDB_RUN_ID", "+hydra.job.env_set.WANDB_RUN_ID=fox", "+logger.wandb.id=fox"])
 def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monkeypatch, given):
     if given == "WANDB_RUN_ID":
