@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 from unittest.mock import patch
 
+import numpy as np
 import optuna
 import pytest
 from filelock import FileLock
@@ -29,6 +30,7 @@ from omegaconf import OmegaConf, open_dict
 from processes import Script, live_processes
 from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wandb_records
 
+from minigpt.extras.search.search import short_text
 from minigpt.runs.run_dir import is_locked, read_summary, write_summary
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, Point, read_plan, read_sweep
@@ -554,6 +556,55 @@ def test_an_interval_of_integers_draws_them(plan):
     assert drawn["optimizer.weight_decay"] <= {"0", "1", "2", "3"}
     assert all(16 <= int(value) <= 64 for value in drawn["model.n_inner"])
     assert all("." in value for value in drawn["model.dropout"] | drawn["optimizer.lr"])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log", "most_digits"),
+    [
+        (0.999, 0.99999, False, 7),
+        (0.999, 0.99999, True, 7),
+        (1e-4, 1e-1, True, 4),
+        (0.0, 1.0, False, 4),
+        (-1.0, 1.0, False, 5),
+        (0.1, 0.2, False, 5),
+        (100.0, 101.0, False, 7),
+        (1e-12, 1.001e-12, False, 8),
+        (5e-324, 1e-320, True, 16),
+        (1e-300, 1e300, True, 4),
+        (1e15, 1e15 + 64, False, 17),
+        (-1.2345678, -1.2345677, False, 17),
+    ],
+)
+def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_it(low, high, log, most_digits):
+    rng = np.random.default_rng(0)
+    ends = np.log((low, high)) if log else (low, high)
+    drawn = np.exp(rng.uniform(*ends, 200)) if log else rng.uniform(*ends, 200)
+    drawn = [low, high, *np.clip(drawn, low, high).tolist()]
+    texts = [short_text(value, low, high, log=log) for value in drawn]
+    assert all(low <= float(text) <= high for text in texts)
+    width = [value * math.log(high / low) if log else high - low for value in drawn]
+    assert all(abs(float(text) - value) <= 1e-4 * w for text, value, w in zip(texts, drawn, width, strict=True))
+    assert len({*texts}) >= 0.95 * len({*drawn})
+    digits = [len(text.partition("e")[0].lstrip("-0.").replace(".", "")) for text in texts]
+    assert max(digits[2:]) <= most_digits
+
+
+def test_a_search_over_a_narrow_interval_has_all_its_trials(plan):
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=15", "hydra.sweeper.n_trials=15"]
+    points = plan(*search, "ema_decay=interval(0.999,0.99999)").points
+    used = [point.settings["ema_decay"] for point in points]
+    assert len({*used}) == 15
+    assert all(0.999 <= value <= 0.99999 for value in used)
+    assert used == [float(point.overrides["ema_decay"]) for point in points]
+
+
+@pytest.mark.parametrize(
+    "bad", ["interval(2,1)", "tag(log,interval(0,1))", "interval(0,inf)", "interval(-1e308,1e308)"]
+)
+def test_an_interval_without_numbers_is_refused(plan, bad):
+    expected = f"optimizer.lr must be interval(low,high) with finite low <= high, and low > 0 with log, got {bad}"
+    with pytest.raises(UserError, match=re.escape(expected)):
+        plan("hydra/sweeper=optuna", f"optimizer.lr={bad}")
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Search: choose the points of a sweep by the losses of earlier ones."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
@@ -112,9 +113,16 @@ class Search(Sweeper):
         value: Any = override.value()
         if override.is_interval_sweep():
             low, high, log = value.start, value.end, "log" in value.tags
+            valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
+            require(
+                override.key_or_group,
+                override.input_line.partition("=")[2],
+                lambda _: valid,
+                "interval(low,high) with finite low <= high, and low > 0 with log",
+            )
             if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
                 return str(trial.suggest_int(key, int(low), int(high), log=log))
-            return f"{trial.suggest_float(key, low, high, log=log):.4g}"
+            return short_text(trial.suggest_float(key, low, high, log=log), low, high, log=log)
         choices = [*values_of(override)]
         if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
             return choices[trial.suggest_int(key, 0, len(choices) - 1)]
@@ -125,3 +133,13 @@ class Search(Sweeper):
         value = OmegaConf.select(self.cfg, key)
         may_be = type(value) is int or (value is None and low >= 1)
         return may_be and float(low).is_integer() and float(high).is_integer()
+
+
+def short_text(value: float, low: float, high: float, *, log: bool) -> str:
+    """Return a number of an interval in as few digits, four or more, as are within it and 1/10,000 of it from `value`.
+
+    With 17 digits a text is read back as the same number.
+    """
+    width = value * math.log(high / low) if log else high - low
+    texts = (f"{value:.{digits}g}" for digits in range(4, 18))
+    return next(text for text in texts if low <= float(text) <= high and abs(float(text) - value) <= 1e-4 * width)
