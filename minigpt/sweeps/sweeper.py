@@ -121,9 +121,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(named[name])]
         if existing and (axes := (swept ^ self.axes.keys()) - {"seed"}):
             raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}")
+        self.existing: dict[str, Point] = {}
         for point in announced(existing, len(existing)):
-            self.in_job(self._check_unchanged)(point)
-        self.existing = {point.identity: point for point in existing}
+            self.existing[point.identity] = self.in_job(self._check_unchanged)(point)
         self.names = {point.folder.name for point in existing}
         for batch in self.batches():
             self._run(batch)
@@ -149,9 +149,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             config, _ = self.compose(values)
             point = replace(point, settings=relevant_settings(config))
-            checked = config
-            if config.minutes is not None:
-                checked = from_extras("with_possible_sizes")(config, self._overrides(values))
+            checked = (
+                config
+                if config.minutes is None
+                else from_extras("with_possible_sizes")(config, self._overrides(values))
+            )
             corpus, model, pretrained = load_parts(RunConfig.from_hydra(checked, in_job=False), self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
@@ -178,14 +180,16 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise UserError(f"{point.folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
         return point
 
-    def _check_unchanged(self, point: Point) -> None:
-        """Raise UserError if the overrides of a point that the folder holds mean other settings now."""
+    def _check_unchanged(self, point: Point) -> Point:
+        """Return a point of the folder with its rungs; raise UserError if its overrides mean other settings now."""
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
-        before, now = point.settings, relevant_settings(self.compose(values)[0])
+        config, _ = self.compose(values)
+        before, now = point.settings, relevant_settings(config)
         pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
         changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
         if changed:
             raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(changed)}; {ANOTHER_FOLDER}")
+        return replace(point, rungs=rung_steps(config) if self.prune else ())
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
         """Call a function once for the same arguments, such as those of a corpus that points share."""
@@ -218,10 +222,15 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
-        texts = sorted({point.validated for point in self.points if point.validated})
+        # A search that resumes chooses its later points again, and compared none of them with the earlier ones.
+        others = [] if self.compares_batches else self._other_points()
+        texts = sorted({point.validated for point in [*self.points, *others] if point.validated})
         if len(texts) > 1 and (self.prune or self.compares_batches):
             raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
-        rungs = {tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs) for point in self.points}
+        rungs = {
+            tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs)
+            for point in [*self.points, *others]
+        }
         if len(rungs - {()}) > 1:
             raise UserError(
                 "eval_every must let all points validate at the same fractions of max_steps "
@@ -232,7 +241,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             self._launch(batch, rung)
             folders = {point.folder for point in batch if point.status != SKIPPED}
             reached = [point for point in self.points if point.folder in folders and loss_at(point, rung) is not None]
-            batch = [point for point in continuing(self.points, rung) if point.folder in folders]
+            batch = [point for point in continuing([*self.points, *others], rung) if point.folder in folders]
             steps = ", ".join(map(str, sorted({point.rungs[rung] for point in reached})))
             log(f"rung at step {steps}: {len(batch)} of {len(reached)} continue")
         self._launch(batch)
@@ -246,7 +255,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         if not pending:
             return
         update_latest_link(self.folder)
-        self._write_plan()
+        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
         ended = itertools.count(1)
 
         def on_end(point: Point, failure: str) -> None:
@@ -307,7 +316,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         from minigpt.sweeps.report import publish, report  # imports numpy
 
         self.points[:] = map(refresh, self.points)
-        self._write_plan()
+        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
         sentences = report([self.folder])
         if self.wandb:
             publish(self.folder, sentences, self.wandb)
@@ -323,11 +332,10 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}")
         return read_plan(self.folder)[1]
 
-    def _write_plan(self) -> None:
-        """Write the points of this command, and those that the folder holds besides."""
+    def _other_points(self) -> list[Point]:
+        """Return the points that the folder holds besides those of this command."""
         ours = {point.identity for point in self.points}
-        others = [refresh(point) for identity, point in self.existing.items() if identity not in ours]
-        write_plan(self.folder, self.fixed, [*self.points, *others])
+        return [refresh(point) for identity, point in self.existing.items() if identity not in ours]
 
 
 class Grid(Sweeper):

@@ -101,6 +101,37 @@ def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_contin
     assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
 
 
+def test_points_that_are_added_are_compared_with_all_points_of_the_folder(plan):
+    slopes = {"0.1": 0.01, "0.2": 0.02, "0.3": 0.03, "0.4": 0.015, "0.5": 0.09}
+    engine = Engine(lambda settings, step: 5 - slopes[settings["optimizer.lr"]] * step)
+    plan("optimizer.lr=0.1,0.2,0.3", *PRUNED, engine=engine)
+    engine.launches.clear()
+    plan("optimizer.lr=0.4,0.5", *PRUNED, "resume=auto", engine=engine)  # of five, the best two continue
+    assert engine.launches == [dict.fromkeys(names("0.4", "0.5"), 5), *({"lr=0.5": step} for step in (10, 20, 40))]
+
+
+def test_a_seed_that_is_added_continues_by_the_mean_of_its_row(plan):
+    losses = {"0.1": (1.0, 9.0), "0.2": (2.0, 2.0), "0.3": (2.5,)}
+    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+    plan("optimizer.lr=0.1,0.2,0.3", "seed=0", *PRUNED, engine=engine)
+    assert [*engine.launches[1]] == ["lr=0.1", "lr=0.2"]
+    engine.launches.clear()
+    plan("optimizer.lr=0.1,0.2", "seed=choice(1)", *PRUNED, "resume=auto", engine=engine)
+    assert [{*launch} for launch in engine.launches][1] == {"lr=0.2,seed=1"}
+
+
+def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_completed_ones(plan):
+    plan("optimizer.lr=0.1,0.2", "max_steps=40", "eval_every=5", engine=Engine(lambda *_: 1.0))
+    plan("optimizer.lr=0.3", *PRUNED, "resume=auto", engine=(later := Engine(lambda *_: 2.0)))
+    assert later.launches == [{"lr=0.3": 5}]
+
+
+def test_points_that_are_added_are_refused_where_the_others_have_no_validation_at_their_rungs(plan):
+    plan("eval_every=5,9", "max_steps=40")
+    with pytest.raises(UserError, match="eval_every must let all points validate at the same fractions"):
+        plan("eval_every=3", *PRUNED[:2], "resume=auto")
+
+
 def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     search = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", *PRUNED]
     search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=9"]

@@ -116,7 +116,7 @@ class Search(Sweeper):
             valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
             require(
                 override.key_or_group,
-                override.input_line.partition("=")[2],
+                str(override.input_line).partition("=")[2],
                 lambda _: valid,
                 "interval(low,high) with finite low <= high, and low > 0 with log",
             )
