@@ -132,7 +132,7 @@ def _write_corpus(
     if any(target.glob("*")):
         raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
     # On some network file systems, a lock excludes only the processes of one host.
-    prefix = f".{target.name[-12:]}.{platform.node()}"  # with a long name of a host, too, a file name
+    prefix = f".{target.name[-12:]}.{platform.node()}"  # short, as a host may have a long name
     for left in target.parent.glob(f"{prefix}.{PARTIAL}"):  # by a killed process
         shutil.rmtree(left, ignore_errors=True)
     partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")

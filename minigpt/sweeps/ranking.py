@@ -206,7 +206,10 @@ def incomparable(rows: Sequence[Row]) -> str:
 
 
 def highest_converged(losses: Sequence[float]) -> float:
-    """Return the highest loss that is at most 5 times as far from the best as the median, if that is not the best."""
+    """Return the highest loss that is at most 5 times as far from the best as the median.
+
+    Return the highest of all if most of them are equal.
+    """
     best = min(losses)
     return max(loss for loss in losses if loss <= best + (5 * (median(losses) - best) or inf))
 

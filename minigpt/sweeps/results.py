@@ -9,9 +9,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from math import exp, expm1, isfinite, log, sqrt
-from operator import itemgetter
+from operator import itemgetter, sub
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -217,34 +216,37 @@ def _measure(file: Path) -> dict[str, Any]:
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
     # NaN, which stays, is a large loss.
     trained = [max(1e-3, min(1e9, loss)) for _, loss in columns.get("train_loss", ())]
-    validated = [min(1e9, loss) for _, loss in columns.get("val_loss", ())]
     return {
         "totals": _finite(totals),
         "curve": [(round(at * tokens / step), loss) for at, loss in losses],
         "bits": bits,
-        "diverged": has_diverged(trained, validated),
+        "diverged": has_diverged(
+            trained,
+            [min(1e9, loss) for _, loss in columns.get("val_loss", ())],
+        ),
     }
 
 
 def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
     """Return whether the losses of a run rose by 20 % of its best validation loss and stayed there.
 
-    A row of the training loss has the noise of its batch: 10 % for one window of 32 tokens. So the rise must be one of
-    the validation loss too, which has none, or one of medians over a twentieth of the rows, by ten times their noise.
-    A validation loss that rises while the training loss falls is overfitting.
+    A row of the training loss has the noise of its batch: 10 % for one window of 32 tokens. So the
+    rise must be one of the validation loss too, which has none, or one of medians over a twentieth
+    of the rows, by ten times their noise. A validation loss that rises while the training loss
+    falls is overfitting.
     """
     best = min(validated, default=0.0)
     tail = trained[-max(1, len(trained) // 10) :] or [0.0]
-    if min([median(tail), *validated[-1:]]) > DIVERGED * best > 0:
-        return True
-    # In logarithms the noise of a loss of 500 is that of a loss of 5. With one window, or none, the rise is 0.
+    rose_with_validation = min([median(tail), *validated[-1:]]) > DIVERGED * best > 0
+    # In logarithms the noise of a loss of 500 is that of a loss of 5.
     n = max(5, len(trained) // 20)
     logs = [*map(log, trained)]
-    levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]  # the last first
-    noise = median([abs(after - before) for before, after in pairwise(logs)] or [0.0]) / sqrt(n)
+    # The last window is the first of the list; if there is no other, the rise is 0.
+    levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]
+    noise = median([*map(abs, map(sub, logs[1:], logs))] or [0.0]) / sqrt(n)  # between two rows
     lowest = exp(min(levels))
     rise = max((DIVERGED - 1) * (best or lowest), lowest * expm1(10 * noise))
-    return min([exp(levels[0]), *validated[-1:]]) > lowest + rise
+    return rose_with_validation or min([exp(levels[0]), *validated[-1:]]) > lowest + rise
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -270,10 +272,12 @@ def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Poi
 
 
 def _read_run(folder: Path) -> Point:
-    overrides = _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml")
     config = folder / ".hydra/config.yaml"
-    settings = _read_or_warn(_read_settings, config) if config.exists() else {}
-    return Point(folder, overrides, settings=settings)
+    return Point(
+        folder,
+        _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml"),
+        settings=_read_or_warn(_read_settings, config) if config.exists() else {},
+    )
 
 
 # The loader without C code raises an error where nesting would overflow the stack of the other.

@@ -46,7 +46,8 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
     name = re.sub(r"[^\w.,=+-]+", "-", name)
     if len(name) <= MAX_NAME_CHARS and len(name.encode()) <= MAX_NAME_BYTES and name not in taken:
         return name
-    suffix = f"-{sha256_json([values, len(taken)])[:16]}"  # 8 digits would be equal in 1 % of grids of 10,000 points
+    # Of 8 digits, two would be equal in 1 % of the grids of 10,000 points.
+    suffix = f"-{sha256_json([values, len(taken)])[:16]}"
     start = name[: MAX_NAME_CHARS - len(suffix)].encode()[: MAX_NAME_BYTES - len(suffix)]
     return start.decode(errors="ignore") + suffix
 

@@ -181,7 +181,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         return point
 
     def _check_unchanged(self, point: Point) -> Point:
-        """Return a point of the folder with its rungs; raise UserError if its overrides mean other settings now."""
+        """Return a point of the folder with its rungs.
+
+        Raise UserError if its overrides mean other settings now.
+        """
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
         config, _ = self.compose(values)
         before, now = point.settings, relevant_settings(config)
@@ -222,14 +225,13 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
-        # A search that resumes chooses its later points again, and compared none of them with the earlier ones.
+        # A search that resumes chooses its later points again, after the earlier ones have paused.
         others = [] if self.compares_batches else self._other_points()
-        texts = sorted({point.validated for point in [*self.points, *others] if point.validated})
+        texts = sorted({point.validated for point in self.points + others if point.validated})
         if len(texts) > 1 and (self.prune or self.compares_batches):
             raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
         rungs = {
-            tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs)
-            for point in [*self.points, *others]
+            tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs) for point in self.points + others
         }
         if len(rungs - {()}) > 1:
             raise UserError(
@@ -239,9 +241,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
-            folders = {point.folder for point in batch if point.status != SKIPPED}
-            reached = [point for point in self.points if point.folder in folders and loss_at(point, rung) is not None]
-            batch = [point for point in continuing([*self.points, *others], rung) if point.folder in folders]
+            own = {point.folder for point in batch if point.status != SKIPPED}
+            reached = [point for point in self.points if point.folder in own and loss_at(point, rung) is not None]
+            batch = [point for point in continuing(self.points + others, rung) if point.folder in own]
             steps = ", ".join(map(str, sorted({point.rungs[rung] for point in reached})))
             log(f"rung at step {steps}: {len(batch)} of {len(reached)} continue")
         self._launch(batch)
@@ -335,7 +337,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""
         ours = {point.identity for point in self.points}
-        return [refresh(point) for identity, point in self.existing.items() if identity not in ours]
+        return [refresh(self.existing[identity]) for identity in self.existing if identity not in ours]
 
 
 class Grid(Sweeper):

@@ -136,10 +136,11 @@ class Search(Sweeper):
 
 
 def short_text(value: float, low: float, high: float, *, log: bool) -> str:
-    """Return a number of an interval in as few digits, four or more, as are within it and 1/10,000 of it from `value`.
+    """Return a number of an interval as the shortest text of four digits or more that is near it.
 
-    With 17 digits a text is read back as the same number.
+    The text is in the interval, and within 1/10,000 of it from `value`. One of 17 digits is equal.
     """
-    width = value * math.log(high / low) if log else high - low
+    error = 1e-4 * (value * math.log(high / low) if log else high - low)
     texts = (f"{value:.{digits}g}" for digits in range(4, 18))
-    return next(text for text in texts if low <= float(text) <= high and abs(float(text) - value) <= 1e-4 * width)
+    near = (text for text in texts if abs(float(text) - value) <= error)
+    return next(text for text in near if low <= float(text) <= high)
