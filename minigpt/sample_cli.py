@@ -20,8 +20,9 @@ from minigpt.utils.terminal import escape_control_chars, log, unescape
 
 _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
-# Returns the spans of a text that the training text has, of keys "start" and "end", and a table of what is new.
-Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]] | None
+# Returns the spans of samples that the training text has, of keys "sample" (its index), "start" and "end", and a table
+# of what is new.
+Compare = Callable[[Sequence[str]], tuple[Sequence[Mapping[str, Any]], str]] | None
 Prompt = tuple[str, list[int]]  # its text, which is printed too, and its ids
 
 
@@ -60,9 +61,10 @@ def print_samples(
     for begin, sample in zip(begins[1:], samples[1:], strict=True):
         write(f"{begin}{escape(sample.text)}\n")
     if compare:
-        for begin, sample in zip(begins, samples, strict=True):
-            _write(f"{begin}{_underline(sample.text, compare(sample.text)[0], escape)}\n")
-        print(compare("".join(sample.text for sample in samples))[1], file=sys.stderr)
+        spans, table = compare([sample.text for sample in samples])
+        for i, (begin, sample) in enumerate(zip(begins, samples, strict=True)):
+            _write(begin + _underline(sample.text, [span for span in spans if span["sample"] == i], escape) + "\n")
+        print(table, file=sys.stderr)
     if as_json:
         for sample in samples:
             values = {"prompt": text, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}

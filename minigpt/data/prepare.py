@@ -22,7 +22,7 @@ from tqdm import tqdm
 from minigpt.data import token_files
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source, find_sources
-from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
+from minigpt.data.token_files import FORMAT, META, SPLITS, STARTS, Corpus
 from minigpt.data.tokenizer import (
     SEPARATOR,
     BPETokenizer,
@@ -259,6 +259,7 @@ class TextBatches:
         self.chunks = chunks
         self.bytes = [0, 0]  # of UTF-8 in each split
         self.hashes = (array("Q"), array("Q"))  # one per document of each split
+        self.starts = (array("q"), array("q"))  # bytes before each document, with a separator of one byte
         self.has_separators = False  # as ordinary text
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
@@ -272,6 +273,7 @@ class TextBatches:
             batch.append((split, first and len(hashes) > 0, text))
             if first:
                 hasher = hashlib.blake2b(digest_size=8)
+                self.starts[split].append(self.bytes[split] + len(hashes))
                 hashes.append(0)
             hasher.update(content)
             hashes[-1] = int.from_bytes(hasher.digest(), "little")
@@ -294,7 +296,9 @@ def _write_tokens(folder: Path, tokenizer: Tokenizer, batches: TextBatches, thre
             for file, row in zip(files, ids, strict=True):
                 file.write(row.data)
             bar.update(sum(batches.bytes) - bar.n)
-    for path in paths:
+    for path, starts in zip(paths, batches.starts, strict=True):
+        if tokenizer.end_token is None and len(starts) > 1:
+            path.with_suffix(STARTS).write_bytes(starts.tobytes())
         sync(path)
 
 

@@ -28,6 +28,7 @@ from minigpt.utils.terminal import log
 
 FORMAT = 6
 META = "meta.json"
+STARTS = ".starts"  # file of a split: where each document starts in its bytes (int64), if no token ends documents
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
 _MAX_MAPS = 256  # memory maps at a time; each has a file descriptor

@@ -5,24 +5,26 @@ Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
+from filelock import FileLock
 from pydivsufsort import divsufsort
 
-from minigpt.data.token_files import META, Corpus
+from minigpt.data.token_files import STARTS, Corpus, Split
 from minigpt.extras.interpret.file_version import file_version
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.model import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write
+from minigpt.utils.files import atomic_write, sha256_json
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
 
@@ -30,17 +32,22 @@ NGRAMS = (5, 10, 20, 40)  # characters
 SPAN = 20  # characters of a copied span, at least
 LONGEST = 1000  # bytes of a match that are compared
 CONTEXT = 80  # bytes of the training text on both sides of a span
-INDEX = "train.suffixes"  # the text, and then its suffix array, 4 bytes per byte
+BORDER = b"\xff"  # between documents: no text in UTF-8 has it, so no match spans two of them
+INDEX = "train.suffixes"  # a fingerprint, the text, and then its suffix array, 4 bytes per byte
 MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
 VALIDATION_CHARACTERS = 20_000
 DRAWN_TOKENS = 400  # of each sample at the end of a training
+MAX_DRAWN = 50  # samples at a time: a cache of keys and values and a row of logits for each
 MAX_INDEXED_AFTER_TRAINING = 20e6  # bytes: an index of more takes longer than the rest
 _DECODED = 1 << 20  # tokens at a time
 
 
 @dataclass(frozen=True)
 class Index:
-    """A training text with its suffix array: the offsets of its suffixes in their alphabetical order."""
+    """A training text with its suffix array: the offsets of its suffixes in their alphabetical order.
+
+    Its documents are separated by `BORDER`.
+    """
 
     text: bytes
     suffixes: np.ndarray[Any, Any]
@@ -60,70 +67,120 @@ def _shared(a: bytes, b: bytes) -> int:
 
 def build_index(corpus: Corpus) -> Index:
     """Index the training split of a corpus; the index is kept beside token files that minigpt has written."""
-    folder, n = corpus.train.files[0].parent, min(corpus.train.bytes, MAX_INDEXED)
-    file, is_ours = folder / INDEX, (folder / META).is_file()
-    if is_ours and file.is_file() and file.stat().st_size == 5 * n:
-        with open(file, "rb") as opened:
-            return Index(opened.read(n), np.memmap(file, np.int32, "r", offset=n), corpus.train.bytes == n)
-    tokens, text, end = corpus.tokens("train"), b"", 0
-    while end < len(tokens) and len(text) <= MAX_INDEXED:
-        text += corpus.tokenizer.decode_bytes(tokens[end : end + _DECODED].tolist())
-        end += _DECODED
-    index = Index(text[:MAX_INDEXED], divsufsort(text[:MAX_INDEXED]), len(text) <= MAX_INDEXED)
-    if is_ours:
-        with suppress(OSError), atomic_write(file) as partial:  # a read-only disk
-            partial.write_bytes(index.text + index.suffixes.tobytes())
-    return index
+    file, fingerprint = corpus.train.files[0].with_name(INDEX), _fingerprint(corpus)
+    kept = _read(file, fingerprint)
+    if kept or not corpus.provenance:  # the folder is of another tool
+        return kept or _build(corpus)
+    with suppress(OSError), FileLock(f"{file}.lock"):  # a read-only disk; another process may be building it
+        index = _read(file, fingerprint) or _build(corpus)
+        with suppress(OSError), atomic_write(file) as partial, open(partial, "wb") as opened:
+            opened.write(fingerprint + index.text)
+            opened.write(index.suffixes.data)
+        return index
+    return _build(corpus)
 
 
-def originality(index: Index, text: str) -> dict[str, Any]:
-    """Compare a text with the training text.
+def _fingerprint(corpus: Corpus) -> bytes:
+    """Identify the documents of an index, and that they are separated."""
+    values = [BORDER.hex(), MAX_INDEXED, corpus.sha256, dict(corpus.provenance), corpus.tokenizer.to_dict()]
+    return sha256_json(values).encode()
+
+
+def _read(file: Path, fingerprint: bytes) -> Index | None:
+    """Read a kept index; None if there is none, or it is incomplete, of another text or of an earlier version."""
+    with suppress(FileNotFoundError), open(file, "rb") as opened:
+        n, rest = divmod(file.stat().st_size - len(fingerprint), 5)
+        if opened.read(len(fingerprint)) == fingerprint and rest == 0:
+            suffixes = np.memmap(file, np.int32, "r", offset=len(fingerprint) + n)
+            return Index(opened.read(n), suffixes, n < MAX_INDEXED)
+    return None
+
+
+def _build(corpus: Corpus) -> Index:
+    text = read_documents(corpus, "train", MAX_INDEXED)
+    return Index(text, divsufsort(text), len(text) < MAX_INDEXED)
+
+
+def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
+    """Return the documents of a split with `BORDER` between them, up to so many bytes.
+
+    Raises:
+        UserError: the token files do not show where documents start.
+    """
+    part: Split = getattr(corpus, split)
+    tokens, end = corpus.tokens(split), corpus.tokenizer.end_token
+    token_bytes = {i: token for i, token in corpus.tokenizer.token_bytes.items() if i != end}
+    text = bytearray()
+    for begin in range(0, len(tokens), _DECODED):
+        if len(text) < limit:
+            ids = tokens[begin : begin + _DECODED].tolist()
+            text += b"".join([token_bytes.get(i, BORDER) for i in ids])
+    if end is None and part.documents > 1:  # between them are line breaks, which are also within them
+        file = part.files[0].with_suffix(STARTS)
+        starts = np.fromfile(file, np.int64) if file.is_file() else np.zeros(0, np.int64)
+        breaks = starts[(starts > 0) & (starts <= len(text))] - 1
+        marked = np.frombuffer(text, np.uint8)
+        if len(starts) != part.documents or (marked[breaks] != ord("\n")).any():
+            raise UserError(f"{file} is missing or damaged; remove {file.parent} to have it written again")
+        marked[breaks] = ord(BORDER)
+    return bytes(text[:limit])
+
+
+def originality(index: Index, *texts: str) -> dict[str, Any]:
+    """Compare texts with the training text, each by itself: no n-gram and no match spans two of them.
 
     Returns:
         `new`, the share of n-grams of characters that the training text lacks, by n as a string; `longest`, the longest
-        match in characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and
-        the text `before` and `after` it in the training text; `whole`, whether all of the training text was searched.
+        match in characters; `spans`, the maximal matches of at least `SPAN` characters: the place of the `sample` among
+        the texts, [start, end) in it, and the text `before` and `after` it in its training document; `whole`, whether
+        all of the training text was searched.
     """
-    data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
-    matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
-    new = {}
-    for n in NGRAMS:
-        whole = enumerate(matches[: max(0, len(text) - n + 1)])
-        found = [length >= starts[i + n] - starts[i] for i, (length, _) in whole]
-        new[str(n)] = 1 - sum(found) / len(found) if found else None
-    longest, spans, reached = 0, [], 0
-    for i, (length, at) in enumerate(matches):
-        end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
-        longest = max(longest, end - i)
-        if end > reached and end - i >= SPAN:
-            before, after = index.text[max(0, at - CONTEXT) : at], index.text[at + length : at + length + CONTEXT]
-            context = {"before": before.decode(errors="ignore"), "after": after.decode(errors="ignore")}
-            spans.append({"start": i, "end": end, **context})
-        reached = max(reached, end)
+    found: dict[int, list[bool]] = {n: [] for n in NGRAMS}
+    longest, spans = 0, list[dict[str, Any]]()
+    for sample, given in enumerate(texts):
+        text = given.removesuffix("\ufffd")  # a sample may end within a character
+        data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
+        matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
+        for n in NGRAMS:
+            whole = enumerate(matches[: max(0, len(text) - n + 1)])
+            found[n] += [length >= starts[i + n] - starts[i] for i, (length, _) in whole]
+        reached = 0
+        for i, (length, at) in enumerate(matches):
+            end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
+            longest = max(longest, end - i)
+            if end > reached and end - i >= SPAN:
+                before = index.text[max(0, at - CONTEXT) : at].rpartition(BORDER)[2].decode(errors="ignore")
+                after = index.text[at + length : at + length + CONTEXT].partition(BORDER)[0].decode(errors="ignore")
+                spans.append({"sample": sample, "start": i, "end": end, "before": before, "after": after})
+            reached = max(reached, end)
+    new = {str(n): 1 - sum(known) / len(known) if known else None for n, known in found.items()}
     return {"new": new, "longest": longest, "spans": spans, "whole": index.is_whole}
 
 
-def compare(checkpoint: Path, text: str) -> dict[str, Any]:
-    """Return the `originality` of a text and of the validation text, for the corpus of a checkpoint.
+_indexes = WeakValueDictionary[bytes, Index]()  # those that `_load` keeps, by fingerprint
+
+
+def compare(checkpoint: Path, *texts: str) -> dict[str, Any]:
+    """Return the `originality` of texts and of the validation text, for the corpus of a checkpoint.
 
     Raises:
         UserError: the corpus is not there, or it has changed since.
     """
     index, validation = _load(checkpoint, file_version(checkpoint))
-    return {"text": originality(index, text), "validation": validation}
+    return {"text": originality(index, *texts), "validation": validation}
 
 
-def comparison(checkpoint: Path) -> Callable[[str], tuple[list[dict[str, Any]], str]] | None:
-    """Return a function of a text that returns its `spans` and a table; None, with a warning, without the corpus."""
+def comparison(checkpoint: Path) -> Callable[[Sequence[str]], tuple[list[dict[str, Any]], str]] | None:
+    """Return a function of texts that returns their `spans` and a table; None, with a warning, without the corpus."""
 
-    def show(text: str) -> tuple[list[dict[str, Any]], str]:
-        found = compare(checkpoint, text)
+    def show(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+        found = compare(checkpoint, *texts)
         part = "" if found["text"]["whole"] else "\nonly the first 100 MB of the training text were searched"
         table = format_table({"samples": found["text"], "validation_text": found["validation"]})
         return found["text"]["spans"], table + part
 
     try:
-        show("")  # builds the index
+        show([])  # builds the index
     except UserError as error:
         warn(f"--originality is ignored: {error}")
         return None
@@ -133,8 +190,9 @@ def comparison(checkpoint: Path) -> Callable[[str], tuple[list[dict[str, Any]], 
 @lru_cache(maxsize=4)
 def _load(checkpoint: Path, version: tuple[int, ...]) -> tuple[Index, dict[str, Any]]:
     corpus = find_corpus(checkpoint)
-    index = build_index(corpus)
-    return index, _figures(originality(index, validation_text(corpus, VALIDATION_CHARACTERS)))
+    fingerprint = _fingerprint(corpus)
+    index = _indexes[fingerprint] = _indexes.get(fingerprint) or build_index(corpus)
+    return index, _figures(originality(index, *validation_texts(corpus, VALIDATION_CHARACTERS)))
 
 
 def final_originality(
@@ -151,18 +209,33 @@ def final_originality(
     from minigpt.runs.callbacks.samples import draw, only_a_warning  # imports Lightning
 
     with only_a_warning("the originality of the text is not known"):
-        end = time.perf_counter() + seconds
-        if corpus.train.bytes > MAX_INDEXED_AFTER_TRAINING:
+        end, tokenizer = time.perf_counter() + seconds, corpus.tokenizer
+        # Of the token files of another tool, only the validation split was counted.
+        n_bytes = corpus.train.bytes or corpus.train.tokens * corpus.val.bytes / corpus.val.tokens
+        if n_bytes > MAX_INDEXED_AFTER_TRAINING:
             raise RunError(f"the training text has more than 20 MB; compare with {usage('sample')} --originality")
-        index, per_token = build_index(corpus), corpus.train.bytes / corpus.train.tokens
-        count = -(-characters // max(1, int(DRAWN_TOKENS * per_token)))
-        settings: Any = {"max_new_tokens": DRAWN_TOKENS, "temperature": 0.8, "seed": seed, "num_samples": count}
-        left = end - time.perf_counter()
-        draws = draw(model, corpus.tokenizer, corpus.tokenizer.start, seconds=left, **settings)
-        text = "".join(map(corpus.tokenizer.decode, draws))[:characters]
-        validation = validation_text(corpus, len(text))
-        texts = {"final_sample": sample, "generated_text": text, "validation_text": validation}
-        compared = {name: originality(index, text) for name, text in texts.items()}
+        index = build_index(corpus)
+        # A sample has as many characters as a text of its tokens, or fewer: draw until there are enough.
+        ids = corpus.tokens("val")[:_DECODED].tolist()
+        per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
+        drawn, missing = list[str](), characters
+        while missing > 0 and (left := end - time.perf_counter()) > 0:
+            samples = draw(
+                model,
+                tokenizer,
+                tokenizer.start,
+                seconds=left,
+                max_new_tokens=DRAWN_TOKENS,
+                temperature=0.8,
+                seed=seed + len(drawn),
+                num_samples=min(MAX_DRAWN, -(-missing // per_sample)),
+            )
+            drawn += [each.text[:missing] for each in samples]
+            missing = characters - sum(map(len, drawn))
+        # Compare, with as much of the validation text.
+        validation = validation_texts(corpus, sum(map(len, drawn)))
+        texts = {"final_sample": [sample], "generated_text": drawn, "validation_text": validation}
+        compared = {name: originality(index, *parts) for name, parts in texts.items()}
         with open(folder / SAMPLES, "a", encoding="utf-8") as file:
             file.write(f"{ORIGINALITY_HEADER}\n{format_table(compared)}\n\n")
         return {name: _figures(row) for name, row in compared.items()}
@@ -173,9 +246,10 @@ def _figures(compared: Mapping[str, Any]) -> dict[str, Any]:
     return {name: compared[name] for name in ("new", "longest")}
 
 
-def validation_text(corpus: Corpus, characters: int) -> str:
-    """Return the beginning of the validation split, for comparison: people repeat themselves too."""
-    return corpus.tokenizer.decode(corpus.tokens("val")[:characters].tolist())[:characters]
+def validation_texts(corpus: Corpus, characters: int) -> list[str]:
+    """Return the first documents of the validation split, for comparison: people repeat themselves too."""
+    text = read_documents(corpus, "val", 4 * characters)  # bytes: a character has at most 4
+    return text.replace(BORDER, "\ufffd".encode()).decode(errors="replace")[:characters].split("\ufffd")
 
 
 def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ N_TOP = 10  # alternatives of a token
 
 def page_routes(models: Models) -> list[Route]:
     """Return the routes of the API."""
+    # One index is built at a time, and a request that waits for it takes no thread of other endpoints.
+    comparing = ThreadPoolExecutor(1, "originality")
 
     async def description(request: Request) -> Response:
         name = request.path_params["name"]
@@ -47,7 +50,8 @@ def page_routes(models: Models) -> list[Route]:
 
     async def originality(engine: Engine, values: dict[str, Any]) -> Response:
         path = find_checkpoint(models.sources[models.find(values["model"])[0]])
-        return http.json_response(await asyncio.to_thread(compare, path, whole_characters(values["text"])))
+        found = comparing.submit(compare, path, whole_characters(values["text"]))
+        return http.json_response(await asyncio.wrap_future(found))
 
     def folder_of(request: Request) -> Path:
         path = Path(models.sources[models.find(request.path_params["name"])[0]])

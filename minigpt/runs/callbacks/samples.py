@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
-from minigpt.generation import stream
+from minigpt.generation import Sample, stream
 from minigpt.generation_settings import check_settings
 from minigpt.model import GPT
 from minigpt.runs.run_dir import SAMPLES
@@ -59,14 +59,17 @@ class Samples(Callback):
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
     """Return a prompt and one continuation of it, as `draw` does."""
     (drawn,) = draw(model, tokenizer, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)
-    return prompt + tokenizer.decode(drawn)
+    return prompt + drawn.text
 
 
 def draw(
     model: GPT, tokenizer: Tokenizer, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any
-) -> list[list[int]]:
-    """Return the ids that `generate` draws after those of a prompt (T,), but stop after so many seconds."""
-    end, drawn, mode = time.perf_counter() + seconds, list[list[int]](), torch.get_deterministic_debug_mode()
+) -> list[Sample]:
+    """Return what `generate` draws after the ids of a prompt (T,), but stop after so many seconds.
+
+    A sample ends with its document, as those of sample.py.
+    """
+    end, samples, mode = time.perf_counter() + seconds, list[Sample](), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
         steps: Any = stream(
@@ -74,16 +77,19 @@ def draw(
             torch.as_tensor(prompt).long(),
             max_new_tokens=max_new_tokens,
             tokenizer=tokenizer,
+            stop=tokenizer.end_ids,
             **settings,
         )
         hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
         for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
-            drawn.append(step.tokens)
+            samples = samples or [Sample() for _ in step.tokens]
+            for i, sample in enumerate(samples):
+                sample.append(step, i)
             if time.perf_counter() > end:
                 break
     finally:
         torch.set_deterministic_debug_mode(mode)
-    return [list(ids) for ids in zip(*drawn, strict=True)]  # per sample
+    return samples
 
 
 @contextmanager

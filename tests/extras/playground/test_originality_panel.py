@@ -11,7 +11,7 @@ from servers import serving
 from small_runs import wait_until
 
 from minigpt.checkpoints.find import BEST
-from minigpt.extras.interpret.originality import Index, build_index, originality, validation_text
+from minigpt.extras.interpret.originality import Index, build_index, originality, validation_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
 
 
@@ -61,7 +61,7 @@ def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
         reader.open("Originality")
         (span,) = check_underlined(reader, index)
         assert part in reader.text[span["start"] : span["end"]]
-        compared = (reader.text, validation_text(corpus, 20_000))
+        compared = (reader.text, validation_texts(corpus, 20_000))
         expected = [expected_figures(originality(index, text)) for text in compared]
         wait_until(lambda: figures(reader) == expected)
         (hint,) = texts(reader, "#originality .context")
