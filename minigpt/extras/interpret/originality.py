@@ -215,12 +215,12 @@ def final_originality(
         if n_bytes > MAX_INDEXED_AFTER_TRAINING:
             raise RunError(f"the training text has more than 20 MB; compare with {usage('sample')} --originality")
         index = build_index(corpus)
-        # A sample has as many characters as a text of its tokens, or fewer: draw until there are enough.
+        # Draw samples until they have enough characters; those that end with a document are short.
         ids = corpus.tokens("val")[:_DECODED].tolist()
         per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
         drawn, missing = list[str](), characters
         while missing > 0 and (left := end - time.perf_counter()) > 0:
-            samples = draw(
+            group = draw(
                 model,
                 tokenizer,
                 tokenizer.start,
@@ -230,8 +230,9 @@ def final_originality(
                 seed=seed + len(drawn),
                 num_samples=min(MAX_DRAWN, -(-missing // per_sample)),
             )
-            drawn += [each.text[:missing] for each in samples]
-            missing = characters - sum(map(len, drawn))
+            for each in group:
+                drawn.append(each.text[:missing])
+                missing -= len(drawn[-1])
         # Compare, with as much of the validation text.
         validation = validation_texts(corpus, sum(map(len, drawn)))
         texts = {"final_sample": [sample], "generated_text": drawn, "validation_text": validation}

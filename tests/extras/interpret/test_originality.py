@@ -2,41 +2,123 @@
 
 import random
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from corpora import corpus_of, folder_of, prepare, rows, stories
 from pydivsufsort import divsufsort
 
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.interpret import originality
-from minigpt.extras.interpret.originality import INDEX, NGRAMS, Index, build_index
+from minigpt.extras.interpret.originality import BORDER, INDEX, NGRAMS, Index, build_index, validation_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.extras.playground.history import read_samples
+from minigpt.generation import stream
+from minigpt.utils.errors import UserError
+
+BPE = {"name": "bpe", "vocab_size": 300}
 
 
 def random_text(seed: int, length: int, alphabet: str) -> str:
     return "".join(random.Random(seed).choices(alphabet, k=length))
 
 
-@pytest.mark.parametrize("alphabet", ["ab", "abé漢😀"])
-def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet):
-    training = random_text(0, 1500, alphabet)
-    text = random_text(1, 100, alphabet) + training[700:745] + random_text(2, 30, alphabet) + training[40:60]
-    index = Index(training.encode(), divsufsort(training.encode()), True)
-    found = originality.originality(index, text)
+def index_of(*documents: str) -> Index:
+    text = BORDER.join(document.encode() for document in documents)
+    return Index(text, divsufsort(text), True)
+
+
+def expected_figures(texts: list[str], documents: list[str]) -> dict[str, object]:
+    """The shares of n-grams of the texts that no document has, and the longest match, by brute force."""
+    new = {}
     for n in NGRAMS:
-        ngrams = [text[i : i + n] for i in range(len(text) - n + 1)]
-        assert found["new"][str(n)] == pytest.approx(sum(ngram not in training for ngram in ngrams) / len(ngrams))
-    spans = [(i, j) for i in range(len(text)) for j in range(i + 1, len(text) + 1) if text[i:j] in training]
-    assert found["longest"] == max(j - i for i, j in spans) >= 45
-    maximal = [(i, j) for i, j in spans if j - i >= 20 and not {(i - 1, j), (i, j + 1)} & {*spans}]
-    assert [(span["start"], span["end"]) for span in found["spans"]] == maximal
+        ngrams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
+        lacking = [all(ngram not in document for document in documents) for ngram in ngrams]
+        new[str(n)] = pytest.approx(sum(lacking) / len(ngrams)) if ngrams else None
+    return {"new": new, "longest": max((j - i for text in texts for i, j in matches(text, documents)), default=0)}
+
+
+def matches(text: str, documents: list[str]) -> list[tuple[int, int]]:
+    found = []
+    for i in range(len(text)):
+        for j in range(i + 1, len(text) + 1):
+            if all(text[i:j] not in document for document in documents):
+                break
+            found.append((i, j))
+    return found
+
+
+@pytest.fixture
+def count_builds(monkeypatch):
+    """Return a list that grows by one with every index that is built."""
+    built = []
+
+    def sort(text):
+        built.append(len(text))
+        return divsufsort(text)
+
+    monkeypatch.setattr(originality, "divsufsort", sort)
+    return built
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Return a list that grows by the texts of every comparison."""
+    texts = []
+
+    def compare(index, *parts):
+        texts.append(parts)
+        return compare_texts(index, *parts)
+
+    compare_texts = originality.originality
+    monkeypatch.setattr(originality, "originality", compare)
+    return texts
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "abé漢😀"])
+def test_every_figure_is_that_of_a_search_in_every_training_document(alphabet):
+    documents = [random_text(seed, 500, alphabet) for seed in range(3)]
+    first, second, third = documents
+    text = random_text(4, 60, alphabet) + second[200:245] + random_text(5, 30, alphabet) + third[40:60]
+    texts = [text, first[-30:] + second[:30], first[100:137], "", "b"]
+    found = originality.originality(index_of(*documents), *texts)
+    assert {"new": found["new"], "longest": found["longest"]} == expected_figures(texts, documents)
+    assert found["longest"] >= 45
+    maximal = []
+    for sample, text in enumerate(texts):
+        spans = matches(text, documents)
+        longest = [(i, j) for i, j in spans if j - i >= 20 and not {(i - 1, j), (i, j + 1)} & {*spans}]
+        maximal += [(sample, i, j) for i, j in longest]
+    assert [(span["sample"], span["start"], span["end"]) for span in found["spans"]] == maximal
+    assert (1, 0, 60) not in maximal
     for span in found["spans"]:
-        copied = text[span["start"] : span["end"]]
-        assert span["before"] + copied + span["after"] in training
+        around = span["before"] + texts[span["sample"]][span["start"] : span["end"]] + span["after"]
+        assert any(around in document for document in documents)
+
+
+def test_nothing_is_new_in_samples_that_are_copied():
+    training = random_text(0, 5000, "abcdefgh")
+    for length in (400, 40):
+        copies = [training[at : at + length] for at in range(0, 4000, 83)]
+        found = originality.originality(index_of(training), *copies)
+        assert (found["new"], found["longest"]) == (dict.fromkeys(map(str, NGRAMS), 0), length)
+
+
+def test_a_text_whose_only_match_spans_two_documents_is_new():
+    found = originality.originality(index_of("x" * 30 + "0123456789", "abcdefghij" + "y" * 30), "23456789abcdefgh")
+    assert (found["new"]["10"], found["longest"], found["spans"]) == (1, 8, [])
+
+
+def test_a_character_that_a_sample_lacks_the_end_of_is_not_counted():
+    index = index_of("привет, мир, и снова привет всем")
+    found = originality.originality(index, "привет, мир".encode()[:-1].decode(errors="replace"))
+    assert (found["new"]["5"], found["longest"]) == (0, 10)
 
 
 def test_short_and_new_texts():
-    index = Index(b"abc", divsufsort(b"abc"), True)
+    index = index_of("abc")
     assert originality.originality(index, "")["new"] == dict.fromkeys(map(str, NGRAMS))
     found = originality.originality(index, "xyzxyz")
     assert (found["new"]["5"], found["new"]["10"], found["longest"], found["spans"]) == (1, None, 0, [])
@@ -58,6 +140,126 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, m
     for _ in range(2):  # built, and read
         part = build_index(corpus)
         assert (part.text, part.is_whole) == (index.text[:100], False)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
+def test_the_documents_of_token_files_are_apart_and_their_index_is_recognized(tmp_path, tokenizer, count_builds):
+    texts = [f"{text}\n{text[::-1]}" for text in stories(60)]
+    corpus = prepare(rows(texts), tmp_path, tokenizer, name="a.jsonl", split="fraction", val_fraction=0.3)
+    n = corpus.train.documents
+    assert n > 30
+    index = build_index(corpus)
+    assert index.text.split(BORDER) == [text.encode() for text in texts[:n]]
+    assert validation_texts(corpus, 10**6) == texts[n:]
+    assert "".join(validation_texts(corpus, 500)) == "".join(texts[n:])[: 500 - len(validation_texts(corpus, 500)) + 1]
+    for between in ("", "\n"):
+        both = texts[0][-15:] + between + texts[1][:15]
+        assert originality.originality(index, both)["longest"] < len(both)
+    again = build_index(corpus)
+    assert (again.text, again.suffixes.tolist(), again.is_whole) == (index.text, index.suffixes.tolist(), True)
+    assert len(count_builds) == 1
+    (folder_of(corpus) / "train.starts").unlink(missing_ok=True)
+    (folder_of(corpus) / INDEX).unlink()
+    if tokenizer == BPE:
+        assert build_index(corpus).text == index.text
+    else:  # of an earlier version
+        with pytest.raises(
+            UserError, match=f"{folder_of(corpus)}/train.starts is missing or damaged; remove {tmp_path}"
+        ):
+            build_index(corpus)
+
+
+def test_a_kept_index_of_another_text_or_of_an_earlier_version_is_not_taken(tmp_path, count_builds):
+    texts = stories(40)
+    corpora = [
+        prepare(rows([text.replace("fox", word) for text in texts]), tmp_path, BPE, name=f"{word}.jsonl")
+        for word in ("fox", "cat")
+    ]
+    first, second = map(build_index, corpora)
+    files = [folder_of(corpus) / INDEX for corpus in corpora]
+    assert len(first.text) == len(second.text)
+    files[1].write_bytes(files[0].read_bytes())
+    assert build_index(corpora[1]).text == second.text
+    joined = first.text.replace(BORDER, b"")
+    files[0].write_bytes(joined + divsufsort(joined).tobytes())
+    assert build_index(corpora[0]).text == first.text
+    assert len(count_builds) == 4
+    assert [build_index(corpus).text for corpus in corpora] == [first.text, second.text]
+    assert len(count_builds) == 4
+
+
+def test_token_files_of_another_tool_are_compared_and_nothing_is_written_beside_them(tmp_path):
+    texts = stories(30)
+    files = {"train_bin": tmp_path / "theirs/train.bin", "val_bin": tmp_path / "theirs/val.bin"}
+    files["train_bin"].parent.mkdir()
+    tokenizer = prepare(rows(texts), tmp_path, BPE, name="a.jsonl").tokenizer
+    for file, part in zip(files.values(), (texts[:20], texts[20:]), strict=True):
+        ids = [np.append(tokenizer.encode(text), tokenizer.separator) for text in part]
+        np.concatenate(ids).astype(np.uint16).tofile(file)
+    (tmp_path / "theirs/meta.json").write_text('{"vocab_size": 300}')
+    corpus = corpus_of(None, tmp_path, tokenizer.to_dict(), **{key: str(file) for key, file in files.items()})
+    assert corpus.train.bytes == 0
+    assert build_index(corpus).text.split(BORDER) == [*(text.encode() for text in texts[:20]), b""]
+    assert validation_texts(corpus, 10**6) == [*texts[20:], ""]
+    assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"train.bin", "val.bin", "meta.json"}
+
+
+def test_several_who_need_an_index_wait_for_one(tmp_path, monkeypatch, count_builds):
+    corpus = prepare(rows(stories(30)), tmp_path, BPE, name="a.jsonl")
+    all_lack_it, read = threading.Barrier(4), originality._read
+    looked = threading.local()
+
+    def look(*args):
+        found = read(*args)
+        if not hasattr(looked, "once"):
+            looked.once = all_lack_it.wait(30)
+        return found
+
+    monkeypatch.setattr(originality, "_read", look)
+    with ThreadPoolExecutor(4) as pool:  # each has a lock of its own, as processes have
+        indexes = [*pool.map(build_index, [corpus] * 4)]
+    assert len({index.text for index in indexes}) == 1
+    assert len(count_builds) == 1
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe tokenizer.vocab_size=300"], ids=str)
+def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compared, tokenizer):
+    """Also of documents that are shorter than a sample."""
+    letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшчыз")
+    (tmp_path / "cyrillic.jsonl").write_text(rows([text.translate(letters) for text in stories(80)]))
+    steps = "max_steps=1", "eval_every=1", "data.eval_batch_size=1", "callbacks.snapshots=null"
+    train(
+        f"data.path={tmp_path}/cyrillic.jsonl",
+        *f"tokenizer={tokenizer}".split(),
+        "originality=900",
+        *steps,
+        "data.val_fraction=0.5",
+    )
+    _, drawn, validation = compared
+    assert sum(map(len, drawn)) == 900
+    assert sum(map(len, validation)) + len(validation) - 1 == 900  # with what separates documents
+    assert len(validation) > 5
+
+
+def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(train, tmp_path, compared, monkeypatch, capsys):
+    text = "".join(stories(100)).encode()
+    for name, part in (("train", text[:3000]), ("val", text[3000:4000])):
+        np.frombuffer(part, np.uint8).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    files = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
+    line = "data.path=null", "tokenizer=byte", *files, "max_steps=1", "eval_every=1", "callbacks.snapshots=null"
+    widths = []
+
+    def watch(*args, **settings):
+        widths.append(settings.get("num_samples", 1))
+        return stream(*args, **settings)
+
+    monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", watch)
+    monkeypatch.setattr(originality, "DRAWN_TOKENS", 10)
+    train(*line, "originality=1000", folder=tmp_path / "a")
+    assert (widths[:3], sum(map(len, compared[1]))) == ([1, 50, 50], 1000)  # the first is the final sample
+    monkeypatch.setattr(originality, "MAX_INDEXED_AFTER_TRAINING", 2999)
+    assert train(*line, "originality=1000", folder=tmp_path / "b").summary["originality"] is None
+    assert "the originality of the text is not known: the training text has more than 20 MB" in capsys.readouterr().err
 
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
@@ -88,6 +290,21 @@ def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, 
     without = call("sample.py", *options, "--originality")
     assert (without.returncode, without.stdout) == (0, plain.stdout)
     assert "--originality is ignored" in without.stderr
+
+
+def test_the_samples_of_the_command_are_compared_one_by_one(train, call):
+    corpus = find_corpus((run := train("max_steps=60", "eval_every=60", "optimizer.lr=1e-2").folder) / BEST)
+    result = call("sample.py", str(run), "--originality", "--num-samples", "7", "--max-new-tokens", "45")
+    output = re.sub(r"\x1b\[2?4m", "", result.stdout).removesuffix("\n")
+    samples = re.split(r"(?:^|\n)── sample \d ──\n", output)[1:]
+    assert [len(sample) for sample in samples] == [45] * 7
+    expected = expected_figures(samples, build_index(corpus).text.decode().split(BORDER.decode(errors="replace")))
+    (line,) = re.findall(r"^samples +(.*)$", result.stderr, re.MULTILINE)
+    *shares, longest = line.split()
+    assert [float(share.rstrip("%")) / 100 for share in shares] == pytest.approx(
+        [share.expected for share in expected["new"].values()], abs=0.00051
+    )
+    assert int(longest) == expected["longest"]
 
 
 def test_a_folder_of_hugging_face_has_no_text_to_compare_with(call, gpt2_folder):

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import shutil
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from servers import BYTES, make_run, serving
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
 from minigpt.data.tokenizer import ByteTokenizer
+from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
 from minigpt.extras.playground.history import run_status
@@ -250,3 +253,32 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
             assert answer.status_code == 400
             assert "the token files of the run are not in" in answer.json()["error"]["message"]
+
+
+def test_requests_share_the_index_that_is_built_and_leave_the_server_free(
+    train: Any, monkeypatch: pytest.MonkeyPatch, text: Path
+) -> None:
+    folder, sort = train("callbacks.snapshots=null", "max_steps=1").folder, originality.divsufsort
+    builds, finish = list[int](), threading.Event()
+
+    def slowly(content: bytes) -> Any:
+        builds.append(len(content))
+        assert finish.wait(60)
+        return sort(content)
+
+    monkeypatch.setattr(originality, "divsufsort", slowly)
+    originality._load.cache_clear()
+    with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        assert http.get("/api/models/run").status_code == 200  # it is loaded
+        for length in range(40, 60):  # edits, of which each ends the request before
+            edited = {"model": "run", "text": text.read_text(encoding="utf-8")[:length]}
+            with suppress(httpx.ReadTimeout):
+                http.post("/api/originality", json=edited, timeout=0.02)
+        assert http.get("/api/history/run").status_code == 200  # in a thread
+        assert post(http, "score", model="run", text="fox").status_code == 200
+        finish.set()
+        edited["text"] += "\ud800"  # half of a character, as a page can send it
+        headers = {"Content-Type": "application/json"}
+        found = http.post("/api/originality", content=json.dumps(edited), headers=headers).json()
+    assert found["text"]["longest"] == 59
+    assert len(builds) == 1
