@@ -189,6 +189,12 @@ def test_the_sample_of_a_validation_is_that_of_its_settings(trained, sample):
     assert text == f"{drawn.strip()}\n\n"
 
 
+def test_a_sample_of_a_training_ends_with_its_document_as_those_of_the_script(saves, sample):
+    model, tokenizer = load_checkpoint(saves["separated"])
+    assert sample_text(model, tokenizer, "", max_new_tokens=10, temperature=0) == "abc"
+    assert sample(saves["separated"], "--max-new-tokens", 10, "--temperature", 0).stdout == "abc\n"
+
+
 def test_neither_the_script_nor_a_training_draws_ids_without_a_token(saves, sample):
     model, tokenizer = load_checkpoint(saves["padded"])
     text = sample_text(model, tokenizer, "a fox", max_new_tokens=60, temperature=0.8, seed=3)

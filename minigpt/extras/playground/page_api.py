@@ -50,8 +50,8 @@ def page_routes(models: Models) -> list[Route]:
 
     async def originality(engine: Engine, values: dict[str, Any]) -> Response:
         path = find_checkpoint(models.sources[models.find(values["model"])[0]])
-        text = whole_characters(values["text"])
-        return http.json_response(await asyncio.get_running_loop().run_in_executor(comparing, compare, path, text))
+        found = asyncio.get_running_loop().run_in_executor(comparing, compare, path, whole_characters(values["text"]))
+        return http.json_response(await found)
 
     def folder_of(request: Request) -> Path:
         path = Path(models.sources[models.find(request.path_params["name"])[0]])
