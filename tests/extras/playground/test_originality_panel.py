@@ -61,8 +61,8 @@ def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
         reader.open("Originality")
         (span,) = check_underlined(reader, index)
         assert part in reader.text[span["start"] : span["end"]]
-        compared = (reader.text, validation_texts(corpus, 20_000))
-        expected = [expected_figures(originality(index, text)) for text in compared]
+        compared = [reader.text], validation_texts(corpus, 20_000)
+        expected = [expected_figures(originality(index, *texts)) for texts in compared]
         wait_until(lambda: figures(reader) == expected)
         (hint,) = texts(reader, "#originality .context")
         reader.hover(reader.tokens()[span["start"] + 10])
