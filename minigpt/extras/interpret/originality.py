@@ -88,7 +88,7 @@ def _fingerprint(corpus: Corpus) -> bytes:
 
 def _read(file: Path, fingerprint: bytes) -> Index | None:
     """Read a kept index; None if there is none, or it is incomplete, of another text or of an earlier version."""
-    with suppress(FileNotFoundError), open(file, "rb") as opened:
+    with suppress(OSError), open(file, "rb") as opened:
         n, rest = divmod(file.stat().st_size - len(fingerprint), 5)
         if opened.read(len(fingerprint)) == fingerprint and rest == 0:
             suffixes = np.memmap(file, np.int32, "r", offset=len(fingerprint) + n)
