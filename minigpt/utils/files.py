@@ -71,7 +71,11 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
         if keys[-1] not in known:
             with open(file, "rb") as content:
                 known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
-    if cache and len(known) > n_cached:
+    if (
+        cache
+        and len(known) > n_cached
+        and all(key.count(" ") > 3 and key[-1].isdecimal() for key in known)  # else it is of the user
+    ):
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, known)

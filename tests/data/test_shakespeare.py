@@ -60,7 +60,7 @@ def occupy(path, kind):
     if kind == "broken link":
         path.symlink_to("unmounted/disk.txt")
         return lambda: os.readlink(path)
-    path.write_text("of the user")
+    path.write_text('{"little.txt": "of the user"}')
     return path.read_text
 
 
