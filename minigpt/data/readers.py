@@ -37,7 +37,7 @@ _RUN_MARKS = (
 )
 _RUN_NAMES = re.compile(r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json")
 _DATA_NAMES = re.compile(
-    r"tokens|tiktoken|checksums\.json|stdin-[\w-]+\.txt|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
+    r"tokens|tiktoken|checksums\.json|stdin-\w{16}(-\w{12})?\.txt|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
 )
 _BLOCK_BYTES = 1 << 20  # read at a time
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut

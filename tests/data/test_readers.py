@@ -421,11 +421,12 @@ def test_fifos_and_sockets_in_a_folder_are_skipped_and_never_opened(tmp_path, ca
 
 def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, capsys, monkeypatch):
     output = ["runs/x/log.txt", "runs/x/samples.txt", "runs/x/wandb/files/a.md", "runs/s/sweep.md", "runs/s/0/log.txt"]
-    output += ["data/tinyshakespeare.txt", "data/stdin-0123.txt", "data/tokens/a.txt", "data/tiktoken/b.md"]
-    output += ["data/tinyshakespeare-stand-in-0123456789ab.txt", "data/stdin-0123-0123456789ab.txt"]
+    output += ["data/tinyshakespeare.txt", "data/stdin-0123456789abcdef.txt", "data/tokens/a.txt", "data/tiktoken/b.md"]
+    output += ["data/tinyshakespeare-stand-in-0123456789ab.txt", "data/stdin-0123456789abcdef-0123456789ab.txt"]
     texts = [
         "a.txt",
         "data/mine.txt",
+        "data/stdin-my-notes.txt",
         "data/tokens.txt",
         "log.txt",
         "samples.txt",
@@ -440,8 +441,8 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
         assert {os.path.relpath(file, tmp_path) for file in find(path)} == {*texts}
         n_skipped = len(output) + (2 if "*" not in path else 0)  # metrics.csv and sweep.json
         assert f" {n_skipped} files of {path} are skipped (of earlier commands)" in capsys.readouterr().err
-    assert find("data") == [readers.Path(name) for name in texts[1:3]]
-    for path in ("runs/x/samples.txt", "data/stdin-0123.txt", "**/tinyshakespeare.txt", "runs/*/samples.txt"):
+    assert find("data") == [readers.Path(name) for name in texts[1:4]]
+    for path in ("runs/x/samples.txt", output[6], "**/tinyshakespeare.txt", "runs/*/samples.txt"):
         assert len(find(path)) == 1
     with pytest.raises(
         UserError, match=r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier"
