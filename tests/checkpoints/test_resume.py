@@ -322,6 +322,19 @@ def test_a_run_that_cannot_resume_keeps_what_it_had_reached(train, tmp_path, kil
     assert train("resume=auto").summary["steps"] == 20
 
 
+class FailInStep(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            raise OSError("no such device")
+
+
+def test_a_step_that_fails_is_not_counted_though_a_callback_has_logged_it(train, tmp_path):
+    with pytest.raises(OSError, match="no such device"):
+        train(*RATES, "log_every=1", "+callbacks.zz._target_=test_resume.FailInStep")
+    assert table(tmp_path / "run" / "metrics.csv")[-1]["step"] == "3"
+    assert read_summary(tmp_path / "run")["steps"] == 2
+
+
 def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys):
     folder = shutil.copytree(trained(), tmp_path / "run")
     summary = read_summary(folder)

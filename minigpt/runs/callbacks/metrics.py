@@ -201,8 +201,8 @@ class MetricsCallback(Callback):
         losses = saved.best if isinstance(saved, CheckpointCallback) else []  # whose checkpoints are left
         losses = losses or [(loss, step) for step, loss in columns.get("val_loss", [])]
         best_val_loss, best_step = min(losses, default=(None, None))
-        # A run that could not resume is where its rows end.
-        steps = max([trainer.global_step, *(points[-1][0] for points in columns.values())])
+        # A run that could not resume is where its rows end; a callback may log a step that then fails.
+        steps = trainer.global_step or max((points[-1][0] for points in columns.values()), default=0)
         tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
