@@ -243,7 +243,15 @@ class Sweeper(hydra_sweeper.Sweeper):
             self._launch(batch, rung)
             own = {point.folder for point in batch if point.status != SKIPPED}
             reached = [point for point in self.points if point.folder in own and loss_at(point, rung) is not None]
-            batch = [point for point in continuing(self.points + others, rung) if point.folder in own]
+            batch = [
+                point
+                for point in continuing(
+                    # Others that are not at the rung stay behind: their rows do not wait for them.
+                    [*self.points, *(other for other in others if loss_at(other, rung) is not None)],
+                    rung,
+                )
+                if point.folder in own
+            ]
             steps = ", ".join(map(str, sorted({point.rungs[rung] for point in reached})))
             log(f"rung at step {steps}: {len(batch)} of {len(reached)} continue")
         self._launch(batch)

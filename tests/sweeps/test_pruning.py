@@ -120,6 +120,15 @@ def test_a_seed_that_is_added_continues_by_the_mean_of_its_row(plan):
     assert [{*launch} for launch in engine.launches][1] == {"lr=0.2,seed=1"}
 
 
+def test_a_seed_that_is_added_does_not_wait_for_one_that_stays_behind(plan):
+    losses = {"0.1": (1.0, 9.0), "0.2": (2.0, 2.0), "0.3": (2.5, 2.5)}
+    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+    plan("optimizer.lr=0.1,0.2,0.3", "seed=0", *PRUNED, engine=engine)  # 0.2 pauses at step 10
+    engine.launches.clear()
+    plan("optimizer.lr=0.1,0.2", "seed=choice(1)", *PRUNED, "resume=auto", engine=engine)
+    assert engine.launches[-1] == {"lr=0.2,seed=1": 40}
+
+
 def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_completed_ones(plan):
     plan("optimizer.lr=0.1,0.2", "max_steps=40", "eval_every=5", engine=Engine(lambda *_: 1.0))
     plan("optimizer.lr=0.3", *PRUNED, "resume=auto", engine=(later := Engine(lambda *_: 2.0)))
