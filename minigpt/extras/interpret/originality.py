@@ -3,6 +3,7 @@
 Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
 
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ SPAN = 20  # characters of a copied span, at least
 LONGEST = 1000  # bytes of a match that are compared
 CONTEXT = 80  # bytes of the training text on both sides of a span
 BORDER = b"\xff"  # between documents: no text in UTF-8 has it, so no match spans two of them
-INDEX = "train.suffixes"  # a fingerprint, the text, and then its suffix array, 4 bytes per byte
+INDEX = "train.suffixes"  # a fingerprint, the text, its suffix array, 4 bytes per byte, the fingerprint
 MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
 VALIDATION_CHARACTERS = 20_000
 DRAWN_TOKENS = 400  # of each sample at the end of a training
@@ -76,6 +77,7 @@ def build_index(corpus: Corpus) -> Index:
         with suppress(OSError), atomic_write(file) as partial, open(partial, "wb") as opened:
             opened.write(fingerprint + index.text)
             opened.write(index.suffixes.data)
+            opened.write(fingerprint)  # shows that the file is complete
         return index
     return _build(corpus)
 
@@ -89,10 +91,13 @@ def _fingerprint(corpus: Corpus) -> bytes:
 def _read(file: Path, fingerprint: bytes) -> Index | None:
     """Read a kept index; None if there is none, or it is incomplete, of another text or of an earlier version."""
     with suppress(OSError), open(file, "rb") as opened:
-        n, rest = divmod(file.stat().st_size - len(fingerprint), 5)
-        if opened.read(len(fingerprint)) == fingerprint and rest == 0:
-            suffixes = np.memmap(file, np.int32, "r", offset=len(fingerprint) + n)
-            return Index(opened.read(n), suffixes, n < MAX_INDEXED)
+        n = (file.stat().st_size - 2 * len(fingerprint)) // 5
+        if n > 0 and opened.read(len(fingerprint)) == fingerprint:
+            text = opened.read(n)
+            opened.seek(4 * n, os.SEEK_CUR)
+            if opened.read() == fingerprint:
+                suffixes = np.memmap(file, np.int32, "r", offset=len(fingerprint) + n, shape=n)
+                return Index(text, suffixes, n < MAX_INDEXED)
     return None
 
 
@@ -116,6 +121,8 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
             ids = tokens[begin : begin + _DECODED].tolist()
             text += b"".join([token_bytes.get(i, BORDER) for i in ids])
     if end is None and part.documents > 1:  # between them are line breaks, which are also within them
+        if not len(corpus.tokenizer.separator):
+            raise UserError("the tokenizer separates no documents, so they cannot be compared one by one")
         file = part.files[0].with_suffix(STARTS)
         starts = np.fromfile(file, np.int64) if file.is_file() else np.zeros(0, np.int64)
         breaks = starts[(starts > 0) & (starts <= len(text))] - 1
@@ -149,8 +156,9 @@ def originality(index: Index, *texts: str) -> dict[str, Any]:
             end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
             longest = max(longest, end - i)
             if end > reached and end - i >= SPAN:
+                last = at + starts[end] - starts[i]  # the match may go on within a character
                 before = index.text[max(0, at - CONTEXT) : at].rpartition(BORDER)[2].decode(errors="ignore")
-                after = index.text[at + length : at + length + CONTEXT].partition(BORDER)[0].decode(errors="ignore")
+                after = index.text[last : last + CONTEXT].partition(BORDER)[0].decode(errors="ignore")
                 spans.append({"sample": sample, "start": i, "end": end, "before": before, "after": after})
             reached = max(reached, end)
     new = {str(n): 1 - sum(known) / len(known) if known else None for n, known in found.items()}

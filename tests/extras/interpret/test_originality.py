@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from corpora import corpus_of, folder_of, prepare, rows, stories
 from pydivsufsort import divsufsort
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minigpt.checkpoints.find import BEST
+from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import BORDER, INDEX, NGRAMS, Index, build_index, validation_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
@@ -117,6 +119,12 @@ def test_a_character_that_a_sample_lacks_the_end_of_is_not_counted():
     assert (found["new"]["5"], found["longest"]) == (0, 10)
 
 
+def test_the_text_after_a_span_begins_with_a_whole_character():
+    index = index_of("и снова привет всем, я")
+    (span,) = originality.originality(index, "и снова привет всем, щ")["spans"]  # its first byte is that of я
+    assert (span["end"], span["after"]) == (21, "я")
+
+
 def test_short_and_new_texts():
     index = index_of("abc")
     assert originality.originality(index, "")["new"] == dict.fromkeys(map(str, NGRAMS))
@@ -134,8 +142,11 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, m
     written = file.stat().st_mtime_ns
     assert build_index(corpus).suffixes.tolist() == expected
     assert file.stat().st_mtime_ns == written
-    file.write_bytes(b"damaged")
-    assert build_index(corpus).suffixes.tolist() == expected
+    content = file.read_bytes()
+    for damaged in (b"damaged", content[:64], content[:-5], content[:-64], content + b"12345"):
+        file.write_bytes(damaged)
+        assert build_index(corpus).suffixes.tolist() == expected
+        assert file.read_bytes() == content
     monkeypatch.setattr(originality, "MAX_INDEXED", 100)
     for _ in range(2):  # built, and read
         part = build_index(corpus)
@@ -167,6 +178,17 @@ def test_the_documents_of_token_files_are_apart_and_their_index_is_recognized(tm
             UserError, match=f"{folder_of(corpus)}/train.starts is missing or damaged; remove {tmp_path}"
         ):
             build_index(corpus)
+
+
+def test_documents_that_a_tokenizer_does_not_separate_are_not_compared(tmp_path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = HuggingFaceTokenizer(backend.to_str()).to_dict()
+    corpus = prepare(rows(stories(40)), tmp_path, tokenizer, name="a.jsonl")
+    with pytest.raises(UserError, match="the tokenizer separates no documents"):
+        build_index(corpus)
 
 
 def test_a_kept_index_of_another_text_or_of_an_earlier_version_is_not_taken(tmp_path, count_builds):
