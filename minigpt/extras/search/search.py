@@ -138,9 +138,10 @@ class Search(Sweeper):
 def short_text(value: float, low: float, high: float, *, log: bool) -> str:
     """Return a number of an interval as the shortest text of four digits or more that is near it.
 
-    The text is in the interval, and within 1/10,000 of it from `value`. One of 17 digits is equal.
+    The text is in the interval, and within 1/2,000 of it from `value`. One of 17 digits is equal.
+    Four digits, which older versions wrote, do for most intervals, so their searches resume.
     """
-    error = 1e-4 * (value * math.log(high / low) if log else high - low)
+    error = 5e-4 * (value * math.log(high / low) if log else high - low)
     texts = (f"{value:.{digits}g}" for digits in range(4, 18))
     near = (text for text in texts if abs(float(text) - value) <= error)
     return next(text for text in near if low <= float(text) <= high)
