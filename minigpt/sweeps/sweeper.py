@@ -247,7 +247,7 @@ class Sweeper(hydra_sweeper.Sweeper):
                 point
                 for point in continuing(
                     # Others that are not at the rung stay behind: their rows do not wait for them.
-                    [*self.points, *(other for other in others if loss_at(other, rung) is not None)],
+                    self.points + [other for other in others if loss_at(other, rung) is not None],
                     rung,
                 )
                 if point.folder in own

@@ -583,7 +583,8 @@ def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_i
     texts = [short_text(value, low, high, log=log) for value in drawn]
     assert all(low <= float(text) <= high for text in texts)
     width = [value * math.log(high / low) if log else high - low for value in drawn]
-    assert all(abs(float(text) - value) <= 5e-4 * w for text, value, w in zip(texts, drawn, width, strict=True))
+    drawn_as = zip(texts, drawn, width, strict=True)
+    assert all(abs(float(text) - value) <= 5e-4 * w for text, value, w in drawn_as)
     assert len({*texts}) >= 0.8 * len({*drawn})
     digits = [len(text.partition("e")[0].lstrip("-0.").replace(".", "")) for text in texts]
     assert max(digits[2:]) <= most_digits

@@ -34,7 +34,7 @@ SPAN = 20  # characters of a copied span, at least
 LONGEST = 1000  # bytes of a match that are compared
 CONTEXT = 80  # bytes of the training text on both sides of a span
 BORDER = b"\xff"  # between documents: no text in UTF-8 has it, so no match spans two of them
-INDEX = "train.suffixes"  # a fingerprint, the text, its suffix array, 4 bytes per byte, the fingerprint
+INDEX = "train.suffixes"  # the text and its suffix array, 5 bytes per byte, between fingerprints
 MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
 VALIDATION_CHARACTERS = 20_000
 DRAWN_TOKENS = 400  # of each sample at the end of a training
@@ -122,7 +122,7 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
             text += b"".join([token_bytes.get(i, BORDER) for i in ids])
     if end is None and part.documents > 1:  # between them are line breaks, which are also within them
         if not len(corpus.tokenizer.separator):
-            raise UserError("the tokenizer separates no documents, so they cannot be compared one by one")
+            raise UserError("the tokenizer separates no documents, so none is compared by itself")
         file = part.files[0].with_suffix(STARTS)
         starts = np.fromfile(file, np.int64) if file.is_file() else np.zeros(0, np.int64)
         breaks = starts[(starts > 0) & (starts <= len(text))] - 1
@@ -158,8 +158,9 @@ def originality(index: Index, *texts: str) -> dict[str, Any]:
             if end > reached and end - i >= SPAN:
                 last = at + starts[end] - starts[i]  # the match may go on within a character
                 before = index.text[max(0, at - CONTEXT) : at].rpartition(BORDER)[2].decode(errors="ignore")
-                after = index.text[last : last + CONTEXT].partition(BORDER)[0].decode(errors="ignore")
-                spans.append({"sample": sample, "start": i, "end": end, "before": before, "after": after})
+                after = index.text[last : last + CONTEXT].partition(BORDER)[0]
+                context = {"before": before, "after": after.decode(errors="ignore")}
+                spans.append({"sample": sample, "start": i, "end": end, **context})
             reached = max(reached, end)
     new = {str(n): 1 - sum(known) / len(known) if known else None for n, known in found.items()}
     return {"new": new, "longest": longest, "spans": spans, "whole": index.is_whole}

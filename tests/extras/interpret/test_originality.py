@@ -121,7 +121,8 @@ def test_a_character_that_a_sample_lacks_the_end_of_is_not_counted():
 
 def test_the_text_after_a_span_begins_with_a_whole_character():
     index = index_of("и снова привет всем, я")
-    (span,) = originality.originality(index, "и снова привет всем, щ")["spans"]  # its first byte is that of я
+    text = "и снова привет всем, щ"  # its last character begins with the byte of я
+    (span,) = originality.originality(index, text)["spans"]
     assert (span["end"], span["after"]) == (21, "я")
 
 
