@@ -10,7 +10,7 @@ Shapes: B running requests, V vocab.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,7 +88,6 @@ class Engine:
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_cache_bytes = memory(next(model.parameters()).device) // 4
-        self.end_ids = tokenizer.end_ids
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
         self._jobs: list[_Job] = []  # that may run or wait
@@ -140,8 +139,13 @@ class Engine:
             found = await self.run(lambda _: next(windows))
             if not found.logprobs.isfinite().all():
                 raise RunError(NON_FINITE)
-            ids = prompt[len(tokens) : len(tokens) + len(found.ranks)]
-            tokens += map(Token, ids, found.logprobs.tolist(), found.ranks.tolist(), found.top)
+            tokens += map(
+                Token,
+                prompt[len(tokens) :],  # `map` ends with the window
+                found.logprobs.tolist(),
+                found.ranks.tolist(),
+                found.top,
+            )
         return tokens
 
     @property
@@ -162,10 +166,9 @@ class Engine:
     # The methods below run in the thread.
 
     def _add(self, jobs: "list[_Job]") -> None:
-        idle = not (self._running or self._waiting)
+        if jobs and not (self._running or self._waiting):
+            self._thread.submit(self._work)  # comes after this method
         self._waiting += jobs
-        if idle and jobs:
-            self._thread.submit(self._work)
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -214,12 +217,10 @@ class Engine:
         room, unread = self.max_running - len(self._running), self.model.config.block_size
         for context, group in groupby(self._waiting[:room], lambda job: job.context):
             unread -= len(context)
-            if unread < 0:
-                break
             jobs = list(group)
             longest = max(job.request.length for job in self._running + jobs)  # rows of the cache have equal lengths
             room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(self._running)
-            if room <= 0:
+            if unread < 0 or room <= 0:
                 break
             joining = jobs[:room]
             del self._waiting[: len(joining)]
@@ -241,14 +242,12 @@ class Engine:
 
     def _draw(self, logits: Tensor) -> Tensor:
         """Draw a token for every running request, (B,), in one batch for each of their sampling settings."""
-        groups: dict[Sampling, list[int]] = {}
-        for row, job in enumerate(self._running):
-            groups.setdefault(job.request.sampling, []).append(row)
         tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-        for sampling, rows in groups.items():
+        for sampling in {job.request.sampling for job in self._running}:
+            rows = [i for i, job in enumerate(self._running) if job.request.sampling == sampling]
             jobs = [self._running[row] for row in rows]
             seen = [job.seen for job in jobs if job.seen is not None]
-            index = rows if len(groups) > 1 else slice(None)  # without a copy
+            index = rows if len(rows) < len(self._running) else slice(None)  # without a copy
             tokens[index] = draw(
                 logits[index],
                 sampling,
@@ -266,16 +265,13 @@ class Engine:
             self._loop.call_soon_threadsafe(_deliver, ready)  # raises if the event loop is closed
 
 
-class TokenStream(asyncio.Queue[Token | Exception]):
+class TokenStream(asyncio.Queue[Token | Exception], AsyncIterator[Token]):
     """The tokens of some requests, for `async for`. Raises the exception that ended one of them."""
 
     def __init__(self, requests: Sequence[SampleRequest], engine: Engine) -> None:
         super().__init__()
         self.jobs = [_Job(request, i, self, engine) for i, request in enumerate(requests)]
         self._n_open = len(self.jobs)
-
-    def __aiter__(self) -> "TokenStream":
-        return self
 
     async def __anext__(self) -> Token:
         """Wait for the next token; cancellation ends the requests."""
@@ -328,12 +324,11 @@ class _Job:
             self.seen[token] = True
         reason = "stop" if self.detokenizer.stopped else "length" if full else None
         self.ended |= reason is not None
-        n_top = self.request.n_top
         return Token(
             token,
-            None if n_top is None else logprob,
+            None if self.request.n_top is None else logprob,
             rank,
-            top[: n_top or 0],
+            top[: self.request.n_top or 0],
             reason,
             self.index,
             text,

@@ -99,12 +99,15 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
         call.prompts = [call.prompt] if single else call.prompt
         call.n_top = None if call.logprobs is False else call.logprobs
     if len(call.prompts) * call.n > MAX_SAMPLES:
-        message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
-        raise http.ApiError(400, message, param="n")
+        raise http.ApiError(
+            400,
+            f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}",
+            param="n",
+        )
     stops, special = [call.stop] if isinstance(call.stop, str) else call.stop, engine.tokenizer.special
     in_chat = chat and engine.tokenizer.encode_chat is not None  # where any special token ends a turn
     ends = special.values() if in_chat else [special[text] for text in stops if text in special]
-    call.stop = (*stops, *ends, *engine.end_ids)
+    call.stop = (*stops, *ends, *engine.tokenizer.end_ids)
     call.seed = random.getrandbits(32) if call.seed in (None, -1) else call.seed
     call.include_usage = call.stream_options.get("include_usage") is True
     call.sampling = http.sampling(values)
@@ -123,8 +126,11 @@ async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tu
     except UserError as error:
         raise http.ApiError(400, f"prompt: {error}", param="prompt") from error
     if len(ids) > http.MAX_TOKENS:
-        message = f"prompt must have at most {http.MAX_TOKENS:,} tokens, got {len(ids):,}"
-        raise http.ApiError(400, message, param="prompt")
+        raise http.ApiError(
+            400,
+            f"prompt must have at most {http.MAX_TOKENS:,} tokens, got {len(ids):,}",
+            param="prompt",
+        )
     if call.echo and prompt:  # without the start token of an empty prompt
         names = {i: name for name, i in engine.tokenizer.special.items()}
         pieces = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
@@ -251,9 +257,11 @@ def _is_stop(value: Any) -> bool:
 
 
 # Settings that clients send and that change no result:
-_IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
-_IGNORED += ["prompt_cache_retention", "cache_prompt"]
-_IGNORED += ["tool_choice", "function_call", "parallel_tool_calls"]  # without tools
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "cache_prompt"),
+    *("tool_choice", "function_call", "parallel_tool_calls"),  # without tools
+)
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second has no effect: it pads events in their length
 _COMMON: http.Settings = {
     **http.MODEL,

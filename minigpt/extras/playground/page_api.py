@@ -89,7 +89,7 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
 
 async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
     sampling = http.sampling(values)
-    prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.end_ids)
+    prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.tokenizer.end_ids)
     tokens = engine.generate(SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
     lines = (_line(_to_json(engine, token, token.text)) async for token in tokens if token.reason != "stop")
     return http.stream(tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson")
