@@ -113,8 +113,6 @@ def _read_plan(file: Path) -> Any:
 def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
     """Choose the settings that are not `given`; return them, the expected loss if it is known, and lines about both.
 
-    Sizes are measured from the smallest on, until the expected loss rises.
-
     Args:
         given: keys of settings and config groups that the user chose, such as "model.n_embd" or "optimizer".
         deadline: `time.perf_counter()` when the run should end.
@@ -125,18 +123,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
         raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
-    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
-    for size in SIZES:
-        settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
-        trial = updated(cfg, settings)
-        if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
-            continue  # the settings that are given leave one size, or it is too large
-        step = step_seconds(updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget))
-        tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
-        if candidates[-1][0] > min(loss for loss, *_ in candidates):
-            break
-    _, step, settings = min(candidates, key=lambda candidate: candidate[0])
+    step, settings = fastest_learner(cfg, corpus, given, text, budget)
     trial = updated(cfg, settings)
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
@@ -144,13 +131,15 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
     # Drawing takes as long as training.
     drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
-    end = OVERHEAD + drawing
     fills_time = step * most_steps(trial, given, text) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
         if compiled * COMPILED_GAIN < step:
             settings["compile"], step = True, compiled
-    settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
+    settings |= without(
+        given,
+        length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD - drawing),
+    )
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
@@ -163,16 +152,41 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     else:
         expected = expected_loss(trial, text)
         loss = f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}"
-    lines = [*explain(trial, text, step), f"expected    {loss}"]
-    return {"settings": settings, "expected_val_loss": expected, "lines": lines}
+    return {
+        "settings": settings,
+        "expected_val_loss": expected,
+        "lines": [*explain(trial, text, step), f"expected    {loss}"],
+    }
+
+
+def fastest_learner(
+    cfg: DictConfig, corpus: Corpus, given: set[str], text: Text, budget: float
+) -> tuple[float, Settings]:
+    """Return the seconds of a step and the settings of the size that learns most in the time.
+
+    Sizes are measured from the smallest on, until the expected loss rises.
+    """
+    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
+    for size in SIZES:
+        settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
+        trial = updated(cfg, settings)
+        if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
+            continue  # the settings that are given leave one size, or it is too large
+        step = step_seconds(updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget))
+        tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
+        candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
+        if candidates[-1][0] > min(loss for loss, *_ in candidates):
+            break
+    return min(candidates, key=lambda candidate: candidate[0])[1:]
 
 
 def read_text(corpus: Corpus) -> Text:
     """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
     if corpus.val.bytes < LEAST_VAL_BYTES:
-        found = f"{LEAST_VAL_BYTES:,} bytes of validation text, but the split has {corpus.val.bytes:,} bytes"
         raise UserError(
-            f"minutes=… needs {found}; use a longer text or a larger data.val_fraction, or leave minutes out"
+            f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, "
+            f"but the split has {corpus.val.bytes:,} bytes; "
+            "use a longer text or a larger data.val_fraction, or leave minutes out"
         )
     train, val = corpus.tokens("train"), corpus.tokens("val")
     counted, scored = evenly_spaced(train, COUNTED_TOKENS), evenly_spaced(val, SCORED_TOKENS)

@@ -52,8 +52,13 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
         n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
     elif model["head_dim"] is None and not heads_given:
         least = groups * (2 if model["position"] == "rope" else 1)
-        expected, advice = f"a multiple of {least}", "use one, or set model.head_dim too"
-        require("model.n_embd", n_embd, lambda n: n % least == 0, expected, advice)
+        require(
+            "model.n_embd",
+            n_embd,
+            lambda n: n % least == 0,
+            f"a multiple of {least}",
+            "use one, or set model.head_dim too",
+        )
         possible = [n for n in range(groups, n_embd + 1, groups) if n_embd % (n * least // groups) == 0]
         n_head = min(possible, key=lambda n: abs(n_embd / n - HEAD_WIDTH))
     return n_embd, n_head
