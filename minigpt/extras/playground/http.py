@@ -42,21 +42,26 @@ class ApiError(Exception):
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
         """Return the error that a client gets; the cause of a failure of the server is printed to its terminal."""
-        if isinstance(error, ApiError):
-            return error
-        if isinstance(error, HTTPException):  # of the router
-            return cls(error.status_code, error.detail.lower(), headers=error.headers)
-        if isinstance(error, asyncio.CancelledError):
-            return cls(503, "the server was stopped")
-        if isinstance(error, QueueFull):
-            message = f"too many requests wait: {error}"
-            return cls(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        if isinstance(error, UnknownModel):
-            return cls(404, str(error), param="model", code="model_not_found")
-        if isinstance(error, LoadError):
-            return cls(500, str(error))
-        if isinstance(error, UserError) and not isinstance(error, RunError):
-            return cls(400, str(error))
+        match error:
+            case ApiError():
+                return error
+            case HTTPException():  # of the router
+                return cls(error.status_code, error.detail.lower(), headers=error.headers)
+            case asyncio.CancelledError():
+                return cls(503, "the server was stopped")
+            case QueueFull():
+                return cls(
+                    429,
+                    f"too many requests wait: {error}",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": "1"},
+                )
+            case UnknownModel():
+                return cls(404, str(error), param="model", code="model_not_found")
+            case LoadError():
+                return cls(500, str(error))
+            case UserError() if not isinstance(error, RunError):
+                return cls(400, str(error))
         if not isinstance(error, ClientDisconnect):
             log(f"error: {error_text(error)}")
         return cls(500, "the server failed; its terminal shows the error")
@@ -128,8 +133,12 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Return the value or default of every setting; null is the default. Other settings must be empty or zero."""
     for name in body.keys() - settings.keys():
         if body[name]:
-            message = f"{name} is not supported with this value; leave it out"
-            raise ApiError(400, message, param=name, code="unsupported_parameter")
+            raise ApiError(
+                400,
+                f"{name} is not supported with this value; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
     values = {}
     for name, (default, (accepts, expected)) in settings.items():
         given = body.get(name)
@@ -160,8 +169,11 @@ async def _read_json(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            message = f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes"
-            raise ApiError(413, message, headers={"Connection": "close"})
+            raise ApiError(
+                413,
+                f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes",
+                headers={"Connection": "close"},
+            )
     try:
         values = json.loads(body, parse_float=_parse_number)
     except (ValueError, RecursionError) as error:

@@ -70,8 +70,12 @@ async def _generate(engine: Engine, values: dict[str, Any], *, chat: bool) -> Re
     tokens = engine.generate(*(requests if call.max_tokens else ()))
     samples = [Part(begin.text, [*begin.tokens], begin.reason) for _, begin in prompts for _ in range(call.n)]
     if call.stream:
-        events = _events(call, samples, tokens)
-        return http.stream(tokens, events, lambda error: _event(error.content()), "text/event-stream")
+        return http.stream(
+            tokens,
+            _events(call, samples, tokens),
+            lambda error: _event(error.content()),
+            "text/event-stream",
+        )
     async for i, part in _parts(samples, tokens):
         samples[i].text += part.text
         samples[i].tokens += part.tokens

@@ -112,10 +112,13 @@ def check_request(scope: Scope, *, host: str, key: str | None, origins: Collecti
         raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
     kind, _, sent = headers.get("authorization", "").partition(" ")
     is_known = kind.lower() == "bearer" and compare_digest(sent.strip().encode(), (key or "").encode())
-    private = scope["path"].startswith(("/v1/", "/api/"))
-    if key and private and not is_known:
-        message = "the key is wrong or missing; send the header Authorization: Bearer KEY"
-        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    if key and not is_known and scope["path"].startswith(("/v1/", "/api/")):
+        raise ApiError(
+            401,
+            "the key is wrong or missing; send the header Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def is_loopback(name: str) -> bool:
