@@ -54,12 +54,21 @@ def export_html(
     """
     check_supported(pretrained.config)
     size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
-    most, found = f"at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB", f"{size / 1e6:.0f} MB of {weight_format}"
-    require("the weights in the page", found, lambda _: size <= MAX_WEIGHT_BYTES, most, "use a smaller model")
+    require(
+        "the weights in the page",
+        f"{size / 1e6:.0f} MB of {weight_format}",
+        lambda _: size <= MAX_WEIGHT_BYTES,
+        f"at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB",
+        "use a smaller model",
+    )
     tokenizer = pretrained.tokenizer
-    if not isinstance(tokenizer, CharTokenizer | ByteTokenizer | BPETokenizer):
-        problem = f"the tokenizer of the page must be char, byte or bpe, got {tokenizer.name}"
-        raise UserError(f"{problem}; use --to huggingface")
+    require(
+        "the tokenizer of the page",
+        tokenizer.name,
+        lambda _: isinstance(tokenizer, CharTokenizer | ByteTokenizer | BPETokenizer),
+        "char, byte or bpe",
+        "use --to huggingface",
+    )
     model = pretrained.load()
     tensors = dict(model.named_parameters())  # each once, also if blocks or embeddings share it
     weights = [_pack_all(model, tensors, weight_format)]
@@ -98,15 +107,19 @@ def render(data: Mapping[str, Any], weights: str = "") -> str:
     style, script = _read("style.css"), "\n".join(_modules("browser.js", {}).values())
     digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (style, script))
     style_hash, script_hash = (f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
-    policy = f"default-src 'none'; style-src {style_hash}; script-src {script_hash}; img-src data:; "
-    policy += "base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src {style_hash}; script-src {script_hash}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
     inline_style = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
     values = json.dumps(data, separators=(",", ":"), allow_nan=False)
     values = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", values)
-    elements = f'<script type="application/json" id="data">{values}</script>\n'
-    elements += f'<script type="text/plain" id="weights">{weights}</script>\n'
-    elements += f'<script type="module">{script}</script>\n</body>'
+    elements = (
+        f'<script type="application/json" id="data">{values}</script>\n'
+        f'<script type="text/plain" id="weights">{weights}</script>\n'
+        f'<script type="module">{script}</script>\n</body>'
+    )
     return _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "").replace("</body>", elements)
 
 
@@ -116,16 +129,26 @@ def check_supported(config: GPTConfig) -> None:
     for field in fields(config):
         values = supported.get(field.name, [field.default])
         if values is not None:
-            found, expected = getattr(config, field.name), " or ".join(map(str, values))
-            require(f"model.{field.name}", found, values.__contains__, expected, "the page computes no other")
+            require(
+                f"model.{field.name}",
+                getattr(config, field.name),
+                values.__contains__,
+                " or ".join(map(str, values)),
+                "the page computes no other",
+            )
 
 
 def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:
     """Return the description of a model for the page; `weights` is a note about their format."""
     L, H, T = config.n_layer, config.n_head, config.block_size
-    facts = f"A GPT with {config.num_params():,} parameters{weights}: {L} layers, {H} heads, "
-    facts += f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer}."
-    return {"name": name, "facts": facts, "n_layer": L, "n_head": H, "block_size": min(T, MAX_MAP_TOKENS)}
+    return {
+        "name": name,
+        "facts": f"A GPT with {config.num_params():,} parameters{weights}: {L} layers, {H} heads, "
+        f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer}.",
+        "n_layer": L,
+        "n_head": H,
+        "block_size": min(T, MAX_MAP_TOKENS),
+    }
 
 
 def _modules(name: str, found: dict[str, str]) -> dict[str, str]:
