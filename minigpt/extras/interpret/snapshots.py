@@ -11,10 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from minigpt.checkpoints.find import find_snapshots, snapshot_path
 from minigpt.checkpoints.format import write
 from minigpt.runs.callbacks.resume_state import EMACallback, ResumeState, check_saved
+from minigpt.runs.callbacks.samples import only_a_warning
 from minigpt.utils.checks import POSITIVE, integer
-from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require
-from minigpt.utils.terminal import warn
 
 BYTES_PER_PARAMETER = 2  # bfloat16
 
@@ -76,7 +75,5 @@ def log_spaced(last: int, count: int) -> set[int]:
 
 def _write(content: dict[str, Any], file: Path) -> None:
     """Write a snapshot; a failure is only a warning, because a run can do without."""
-    try:
+    with only_a_warning(f"{file} cannot be written"):
         write(content, file)
-    except Exception as error:
-        warn(f"{file} cannot be written: {error_text(error)}")
