@@ -68,16 +68,29 @@ def plot_maps(
     labels = _labels(texts)[:: ticks.step]
     fontsize = min(10.0, 0.9 * 72 * side / T * ticks.step)  # points; a label is at most as high as the cells it covers
     style: Any = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
-    rotation = 90 if max(map(len, labels)) > 2 else 0
-    axes.set_xticks([x + tick for x in lefts for tick in ticks], labels * len(lefts), rotation=rotation, **style)
+    axes.set_xticks(
+        [x + tick for x in lefts for tick in ticks],
+        labels * len(lefts),
+        rotation=90 if max(map(len, labels)) > 2 else 0,
+        **style,
+    )
     axes.set_yticks([y + tick for y in tops for tick in ticks], labels * len(tops), **style)
     axes.tick_params(length=0)
     some = f"; one of {ticks.step} tokens has a label" if ticks.step > 1 else ""
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
-    axes.set(xlabel=f"key (attended to){some}", ylabel="query (attends)")
+    axes.set(
+        xlim=(-0.5, width - 0.5),
+        ylim=(height - 0.5, -0.5),
+        xlabel=f"key (attended to){some}",
+        ylabel="query (attends)",
+    )
     axes.set_title(title, pad=24, parse_math=False)
-    bar = figure.add_axes((1.02, 0.2, 0.02, 0.6))
-    figure.colorbar(image, cax=bar, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], format="{x:g}", label="weight")
+    figure.colorbar(
+        image,
+        cax=figure.add_axes((1.02, 0.2, 0.02, 0.6)),
+        ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1],
+        format="{x:g}",
+        label="weight",
+    )
     _save(figure, path)
 
 

@@ -60,8 +60,10 @@ def measure(snapshot: Path, version: tuple[int, ...]) -> dict[str, Any] | None:
     known = targets.flatten() >= 0
     losses, ids = losses[known], targets.flatten()[known].tolist()
     kinds = torch.tensor(token_kinds(token_pieces(tokenizer, ids)))
-    weights = attention_maps(model, tokens[0, :MAP_TOKENS])  # (L, H, T, T)
-    table = head_table(weights, induction_scores(model, tokenizer.vocab_size))
+    table = head_table(
+        attention_maps(model, tokens[0, :MAP_TOKENS]),  # (L, H, T, T)
+        induction_scores(model, tokenizer.vocab_size),
+    )
     return {
         "kinds": {name: losses[kinds == i].mean().item() for i, name in enumerate(KINDS) if (kinds == i).any()},
         **{name: None if math.isnan(table[name].sum()) else table[name].tolist() for name in ("previous", "induction")},
