@@ -41,8 +41,11 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
             for row in builder.as_streaming_dataset(split=split):
                 yield row_chunk(row, field, setting, "column")
 
-    sha256 = sha256_json([*read, subset, revision, field, split])
-    return Source(name=data["name"], sha256=sha256, read=lambda: without_null(stream(), setting))
+    return Source(
+        name=data["name"],
+        sha256=sha256_json([*read, subset, revision, field, split]),
+        read=lambda: without_null(stream(), setting),
+    )
 
 
 def _find_commit(name: str, revision: str | None, setting: str) -> str:

@@ -99,8 +99,10 @@ def _download(source: str) -> Path:
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # its own, of HTTP and of the file system
-        problem = f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub"
-        raise UserError(f"{problem}: {' '.join(str(error).split()):.300}") from error
+        raise UserError(
+            f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub: "
+            f"{' '.join(str(error).split()):.300}"
+        ) from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

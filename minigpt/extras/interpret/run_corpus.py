@@ -60,16 +60,18 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
             corpus = prepared or token_files.load_bins(data, from_dict(run["tokenizer"]))
             if corpus.sha256 == run["corpus_sha256"]:
                 return corpus
-            changed = f"{data['train_bin']} or {data['val_bin']} has changed since training"
-            raise UserError(f"{changed}; restore the token files of the run")
-        folder = Path(data["folder"]) / "tokens"
-        found = _find_prepared(folder, run)
-        if found is None:
             raise UserError(
-                f"the token files of the run are not in {folder}; start from the folder that training was started in, "
-                f"or prepare them with {usage('prepare')} and the run's data= and tokenizer="
+                f"{data['train_bin']} or {data['val_bin']} has changed since training; "
+                f"restore the token files of the run"
             )
-        return found
+        folder = Path(data["folder"]) / "tokens"
+        if found := _find_prepared(folder, run):
+            return found
+        raise UserError(
+            f"the token files of the run are not in {folder}; "
+            f"start from the folder that training was started in, or prepare them with "
+            f"{usage('prepare')} and the run's data= and tokenizer="
+        )
 
 
 def find_resumed_corpus(run: RunConfig, folder: Path | None, missing: UserError) -> token_files.Corpus:

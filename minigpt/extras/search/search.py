@@ -103,8 +103,10 @@ class Search(Sweeper):
         for key, override in self.axes.items():
             if key.lstrip("+") == "seed":
                 if override.is_interval_sweep() or override.is_range_sweep():
-                    advice = "seeds are averaged, and not searched"
-                    raise UserError(f"seed must be a list, such as seed=1,2,3, got {override.input_line}; {advice}")
+                    raise UserError(
+                        f"seed must be a list, such as seed=1,2,3, got {override.input_line}; "
+                        "seeds are averaged, and not searched"
+                    )
                 return [{key: value} for value in dict.fromkeys(values_of(override))]
         return [{}]
 
