@@ -59,8 +59,11 @@ def render(template: str, tokens: Mapping[str, str], messages: list[dict[str, st
     def refuse(message: str) -> None:
         raise UserError(message)
 
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols", Generation]}
-    environment = ImmutableSandboxedEnvironment(**options)  # as transformers
+    environment = ImmutableSandboxedEnvironment(  # as transformers
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}

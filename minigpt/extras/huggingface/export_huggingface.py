@@ -40,8 +40,10 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 
 MODELING = "modeling_minigpt.py"
-_SOURCES = ["utils/errors", "utils/checks", "config", "ops", "attention", "embeddings", "model"]
-_SOURCES += ["extras/huggingface/modeling_minigpt"]
+_SOURCES = (
+    *("utils/errors", "utils/checks", "config", "ops", "attention", "embeddings", "model"),
+    "extras/huggingface/modeling_minigpt",
+)
 # Settings by which a class may differ from a model: our value and that of the class, which has more parameters. They
 # are exported as zeros (biases) or ones (norms), which have no effect.
 _ADDED = {

@@ -97,8 +97,12 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits = logits.gather(1, positions[..., None].expand_as(logits))
         loss = None
         if labels is not None:
-            options = {"num_items_in_batch": kwargs.get("num_items_in_batch")}  # of all accumulated batches
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
+            loss = self.loss_function(
+                logits,
+                labels,
+                vocab_size=config.vocab_size,
+                num_items_in_batch=kwargs.get("num_items_in_batch"),  # of all accumulated batches
+            )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(loss=loss, logits=logits[:, kept])
 
