@@ -181,16 +181,17 @@ class Engine:
                 self._step()
                 if change := self._threads.end():
                     log(change)
-        except Exception:  # of the model, such as a lack of memory
-            self._step_alone()
+        except Exception:  # of the model, such as a lack of memory, which its frames hold until the end of this call
+            self._thread.submit(self._step_alone)
         if not self._running:
             self._decoder = make_decoder(self.model)  # with an empty cache
         if self._running or self._waiting:
             self._thread.submit(self._work)  # raises if the engine is closed
 
+    @torch.inference_mode()
     def _step_alone(self) -> None:
         """End the requests whose step raises an exception alone too; the others take it so, and then join again."""
-        jobs = self._running
+        jobs = [job for job in self._running if not job.ended]
         for job in jobs:
             self._running = [job]
             try:
@@ -200,8 +201,8 @@ class Engine:
             except Exception as error:
                 job.ended = True
                 self._send([(job.stream, error)])
-        self._running = []
-        self._waiting = jobs + self._waiting
+        self._running, self._waiting = [], jobs + self._waiting
+        self._decoder = make_decoder(self.model)
 
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
@@ -226,6 +227,8 @@ class Engine:
             del self._waiting[: len(joining)]
             self._running += joining
             self._decoder.add(context, len(joining))
+            if joining != jobs:  # the next group is not the first that waits
+                break
 
     def _step(self) -> None:
         """Add one token to every running request."""

@@ -3,6 +3,7 @@
 import asyncio
 import pkgutil
 import re
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -14,6 +15,7 @@ import torch
 from models import make_model
 from tolerance import assert_near, terms_of
 
+from minigpt.data.detokenizer import Detokenizer
 from minigpt.decoder import Decoder
 from minigpt.extras.playground.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
 from minigpt.fast_decoder import FastDecoder
@@ -195,6 +197,16 @@ def test_requests_wait_until_their_cache_fits(changes: dict[str, Any], sizes: li
         serve(model, lambda engine: collect(engine.generate(SampleRequest([1], 10))), max_cache_bytes=10 * per_slot)
 
 
+def test_a_long_request_waits_though_shorter_ones_of_its_prompt_join():
+    model, per_slot = make(), 4 * 2 * 2 * 32
+    lengths = (3, 3, 13, 3)
+    requests = [SampleRequest([1 + i // 3], n, seed=i) for i, n in enumerate(lengths)]
+    limit = 2 * 2 * 14 * per_slot  # two samples as long as the third request
+    found = serve(model, lambda engine: collect_all(engine, requests), max_cache_bytes=limit)
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+
+
 def test_the_cache_may_take_a_quarter_of_the_memory():
     limit = serve(make(), lambda engine: asyncio.sleep(0, engine.max_cache_bytes))
     (total,) = re.findall(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
@@ -292,6 +304,45 @@ def test_requests_whose_steps_fail_together_get_their_tokens(is_changed: bool, m
     assert next(calls) > 10
     for request, tokens in zip(requests, found, strict=True):
         assert_as_generate(model, request, tokens)
+
+
+def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(monkeypatch: pytest.MonkeyPatch):
+    model, append, calls = make(), Detokenizer.append, count()
+
+    def fail_from_third_on(own: Detokenizer, token: int, *, last: bool = False) -> str:
+        if own.stop_ids == {9} and next(calls) >= 2:
+            raise RuntimeError("of the culprit")
+        return append(own, token, last=last)
+
+    monkeypatch.setattr(Detokenizer, "append", fail_from_third_on)
+    pair = [SampleRequest([1], 3), SampleRequest([2], 9)]
+
+    async def ask(engine: Engine) -> Any:
+        streams = engine.generate(*pair), engine.generate(SampleRequest([3], 9, stop=(9,)))
+        return await asyncio.gather(*map(collect, streams), return_exceptions=True)
+
+    tokens, error = serve(model, ask)
+    assert isinstance(error, RuntimeError)
+    for i, request in enumerate(pair):
+        assert_as_generate(model, request, [token for token in tokens if token.sample == i])
+
+
+def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone(monkeypatch: pytest.MonkeyPatch):
+    step, failed, sizes = FastDecoder.step, list[weakref.ref[FastDecoder]](), list[int]()
+
+    def lack_memory(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(tokens))
+        if len(tokens) > 1 and not failed:
+            failed.append(weakref.ref(decoder))
+            raise RuntimeError("no memory")
+        assert not failed or failed[0]() is None
+        return step(decoder, tokens)
+
+    monkeypatch.setattr(FastDecoder, "step", lack_memory)
+    model, requests = make(), [SampleRequest([i], 4, seed=i) for i in range(3)]
+    found = serve(model, lambda engine: collect(engine.generate(*requests)))
+    assert len(found) == 12
+    assert sizes == [3, 1, 1, 1, 3, 3, 3]
 
 
 def test_no_value_of_a_setting_ends_a_request():
