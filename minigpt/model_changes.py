@@ -99,9 +99,9 @@ def uncompiled() -> Iterator[None]:
         from torch._dynamo import eval_frame as compiler
 
         with _LOCK:
-            if not isinstance(compiler._stance, _Stance):
-                vars(compiler)["_stance"] = _Stance(compiler._stance)
-            stance = compiler._stance
+            stance = getattr(compiler, "_stance", None)  # a torch without it runs the compiled code
+            if not isinstance(stance, _Stance):
+                stance = vars(compiler)["_stance"] = _Stance(stance)
     stance.depth += 1
     try:
         yield

@@ -244,6 +244,14 @@ def test_two_threads_and_the_user_leave_torchs_compiler_as_it_was_in_any_order(e
 
 
 @COMPILED
+def test_a_torch_without_the_private_stance_evaluates_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("torch._dynamo.eval_frame._stance")
+    for _ in range(2):
+        with evaluation():
+            pass
+
+
+@COMPILED
 def test_texts_of_many_lengths_are_generated_and_scored_without_compilation():
     def backend(graph: Any, inputs: Any) -> Any:
         raise AssertionError("compiled")
