@@ -88,22 +88,29 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
 
 
 @dataclass(eq=False)
-class Batches:
+class _RankBatches:
+    """The batches of one rank, which reads their rows rank, rank + world_size, …"""
+
+    tokens: Tokens  # of the split, (N,)
+    _: KW_ONLY
+    batch_size: int  # windows per batch over all ranks
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Batches(_RankBatches):
     """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
 
     The ranks share the windows of a batch as evenly as possible: 12 on 5 ranks are 3, 3, 2, 2 and 2.
     """
 
-    tokens: Tokens  # the training split, (N,)
     order: WindowOrder
     _: KW_ONLY
-    batch_size: int  # windows per batch over all ranks; this rank reads rows rank, rank + world_size, …
-    rank: int
-    world_size: int
     first: Callable[[], int]  # returns the index of the first batch when iteration starts
     stop: int  # number of batches of the whole run
     repeat: int  # number of batches that are repeated; 0 reads all
-    device: torch.device
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)
@@ -123,22 +130,17 @@ class Batches:
             yield from self.order.starts(batches[:, None] * self.batch_size + self.rows)
 
 
-@dataclass(eq=False)
-class ValidationBatches:
+@dataclass(eq=False, kw_only=True)
+class ValidationBatches(_RankBatches):
     """Iterate over the validation split in non-overlapping windows, as (tokens, targets), (B, T) each.
 
     A shorter last window is padded to (T,), with targets `IGNORE_INDEX`. The rows of a batch are spread over the
     ranks, so that all ranks have equally many batches, and the windows are the same on any number of ranks. A rank
     without a row has one of padding alone, because not every kernel accepts an empty batch.
+    The split has at least two tokens.
     """
 
-    tokens: Tokens  # the validation split, (N,), at least two tokens
-    _: KW_ONLY
     block_size: int
-    batch_size: int  # windows per batch over all ranks
-    rank: int
-    world_size: int
-    device: torch.device
     n_batches: int | None = None  # maximum, whose windows are spread evenly over the split; None: no maximum
 
     def __post_init__(self) -> None:

@@ -28,7 +28,6 @@ class Detokenizer:
     ) -> None:
         self.stop_ids = {item for item in stop if isinstance(item, int)}
         self.stop_strings = [item for item in stop if isinstance(item, str)]
-        self._firsts = {string[0] for string in self.stop_strings}  # characters
         if self.stop_strings and tokenizer is None:
             raise UserError("stop has strings, which need a tokenizer; set tokenizer, or give token ids")
         self.tokenizer, self.stopped, self.held = tokenizer, False, ""
@@ -58,7 +57,7 @@ class Detokenizer:
             end, begin = min(found)
             new, self.held, self.stopped = text[len(self.held) : end], text[begin:end], True
         else:
-            ends = [text[i:] for i, character in enumerate(text) if character in self._firsts and not last]
+            ends = [] if last else [text[i:] for i in range(len(text))]
             self.held = next((end for end in ends if any(s.startswith(end) for s in self.stop_strings)), "")
         return new
 

@@ -280,7 +280,6 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
 
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, decompressed."""
     if file.suffix.lower() in COMPRESSED_SUFFIXES:
         yield from from_extras("read_compressed")(file)
     else:

@@ -67,8 +67,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
         f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a stand-in, "
         f"other plays of Shakespeare; do not compare its losses with those of {name}"
     )
-    plays = "".join(from_extras("read_plays")())
-    content = plays[: data["characters"]].encode()
+    content = "".join(from_extras("read_plays")())[: data["characters"]].encode()
     target = _free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
     with atomic_write(target) as partial_file:
         partial_file.write_bytes(content)

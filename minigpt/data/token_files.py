@@ -69,8 +69,7 @@ class Corpus:
     def check_length(self, block_size: int) -> None:
         """Raise UserError if a split is shorter than one window of `block_size` tokens and the next token."""
         # With a quarter more than a window: a split at the start of a document may be a fifth smaller.
-        n_tokens = max(1, self.train.tokens + self.val.tokens)
-        share = ceil(125 * (block_size + 1) / n_tokens) / 100
+        share = ceil(125 * (block_size + 1) / max(1, self.train.tokens + self.val.tokens)) / 100
         by_fraction = self.provenance.get("split") == "fraction" and share <= 0.5
         for name, split, fraction in (("training", self.train, 1 - share), ("validation", self.val, share)):
             if split.tokens <= block_size:

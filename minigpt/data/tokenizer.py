@@ -188,8 +188,11 @@ class BPETokenizer(Tokenizer):
         """
         require("tokenizer.name", name, *one_of((CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)))
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
-        urls = [url for url in _SHA256 if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url]
-        files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in urls}
+        files = {
+            url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
+            for url in _SHA256
+            if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url
+        }
         try:
             missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
         except OSError as error:
