@@ -160,7 +160,6 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, st
 
 
 def _unpack(tensors: Mapping[str, Tensor], value: dict[str, Any]) -> Any:
-    """Restore what `_pack` replaced by a dict."""
     match value:
         case {"$tensor": str(name)}:
             return tensors[name]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import MINIGPT, contents, explain_errors, read, write
@@ -76,7 +75,7 @@ def saved_config(model: GPT) -> GPTConfig:
     return replace(model.config, tie_embeddings=model.lm_head.weight is model.wte.weight)
 
 
-def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
+def build_model(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> GPT:
     """Build a float32 model around `weights` without a copy; positions beyond its block size are dropped.
 
     Raises:

@@ -53,11 +53,14 @@ def find_resumed(
         unchanged = _fixed_settings(present[MINIGPT])
         before, now = _settings(content[MINIGPT], unchanged), _settings(present[MINIGPT], unchanged)
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-    fixed = {key: pair for key, pair in changed.items() if key in unchanged or key.startswith(("model.", "the "))}
+    fixed = [
+        f"{key} ({was} in the checkpoint, {value} now)"
+        for key, (was, value) in changed.items()
+        if key in unchanged or key.startswith(("model.", "the "))
+    ]
     if fixed:
-        listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
         raise UserError(
-            f"resume={path} does not match this run: it differs in {listed}; "
+            f"resume={path} does not match this run: it differs in {', '.join(fixed)}; "
             f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
         )
     config = present[MINIGPT]["config"]
@@ -86,10 +89,10 @@ def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None,
             content = read_run(file)
         except UserError as error:
             errors.append(str(error))
-            continue
-        for reason in errors:
-            warn(f"{reason}; resuming from {file}")
-        return file, content
+        else:
+            for reason in errors:
+                warn(f"{reason}; resuming from {file}")
+            return file, content
     if errors:
         raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {errors[0]}")
     if (folder / "metrics.csv").exists():  # of a run with callbacks=none, or that ended early
