@@ -69,7 +69,6 @@ def join_ranks() -> None:
 
 
 def _set_as_torchrun() -> None:
-    """Set the variables of torchrun for a process that srun started."""
     env = os.environ
     rank, size, local_rank, node, nodes = map(env.__getitem__, SRUN[:5])
     job, step = (int(env.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -162,10 +161,8 @@ def shared_errors() -> Iterator[None]:
 
 def set_timeout(timeout: timedelta) -> None:
     """Set how long the ranks wait for each other in collectives."""
-    if _group():
-        from torch.distributed.distributed_c10d import _set_pg_timeout
-
-        _set_pg_timeout(timeout)
+    if group := _group():
+        group.distributed_c10d._set_pg_timeout(timeout)
 
 
 def _group() -> Any:
