@@ -26,8 +26,10 @@ class Diverged(RunError):
 
     def __init__(self, loss: float, step: int, learning_rate: float) -> None:
         what = "the gradient is not finite" if isfinite(loss) else f"the loss is {loss}"
-        advice = "try a lower optimizer.lr or more schedule.warmup_steps; the last checkpoint is from before"
-        super().__init__(f"{what} at step {step} (learning rate {learning_rate:.3g}); {advice}")
+        super().__init__(
+            f"{what} at step {step} (learning rate {learning_rate:.3g}); try a lower optimizer.lr "
+            "or more schedule.warmup_steps; the last checkpoint is from before"
+        )
 
 
 def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
