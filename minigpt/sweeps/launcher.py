@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -133,7 +132,7 @@ class Launcher(hydra_launcher.Launcher):
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
-        waiting = deque(zip(self.points, job_overrides, strict=True))
+        waiting = list(zip(self.points, job_overrides, strict=True))
         running: dict[Any, tuple[Point, Any]] = {}  # future → its point and executor
         signals: list[int] = []
         stops = 0  # for each signal, the running jobs are stopped once
@@ -152,7 +151,7 @@ class Launcher(hydra_launcher.Launcher):
                     with self.batch():
                         while waiting and executors:
                             executor = executors.pop()
-                            point, overrides = waiting.popleft()
+                            point, overrides = waiting.pop(0)
                             running[executor.submit(Job(point, self.configure(point, overrides)))] = point, executor
                 for future in [future for future in running if future.done()]:
                     point, executor = running.pop(future)

@@ -60,6 +60,8 @@ def continuing(points: Sequence[Point], rung: int) -> list[Point]:
 
 def paused_at(point: Point, points: Sequence[Point]) -> int | None:
     """Return the rung that a point has reached and after which it does not continue."""
-    rungs = range(len(point.rungs))
-    first = next((rung for rung in rungs if point not in continuing(points, rung)), None)
+    first = next(
+        (rung for rung in range(len(point.rungs)) if point not in continuing(points, rung)),
+        None,
+    )
     return None if first is None or loss_at(point, first) is None else first

@@ -221,8 +221,13 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from hydra.utils import instantiate
 
-    named = {"name": f"{folder.name} summary", "resume": "allow"}
-    if logger := instantiate(wandb_config, folder=str(folder), **named, _convert_="object"):  # on rank 0
+    if logger := instantiate(  # on rank 0
+        wandb_config,
+        folder=str(folder),
+        name=f"{folder.name} summary",
+        resume="allow",
+        _convert_="object",
+    ):
         import wandb
 
         logger.log_metrics(

@@ -72,5 +72,8 @@ def relevant_settings(config: Any) -> dict[str, Any]:
 
 def hydra_settings(config: Any) -> dict[str, Any]:
     """Return the settings of Hydra itself, not resolved, but for what it records of a composition, by dotted key."""
-    hydra = flat({"hydra": OmegaConf.to_container(config.hydra)})
-    return {key: value for key, value in hydra if not key.startswith(_RECORDED)}
+    return {
+        key: value
+        for key, value in flat({"hydra": OmegaConf.to_container(config.hydra)})
+        if not key.startswith(_RECORDED)
+    }

@@ -100,8 +100,7 @@ def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
         panel.errorbar(row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
         panel.text(0.01, rank - 0.2, _escape(row.label(), 80), fontsize=8, transform=panel.get_yaxis_transform())
     panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
-    panel.set_ylim(len(rows) - 0.5, -0.8)
-    panel.set_xlabel(f"best validation loss ({rows[0].unit})")
+    panel.set(ylim=(len(rows) - 0.5, -0.8), xlabel=f"best validation loss ({rows[0].unit})")
 
 
 def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
@@ -122,8 +121,11 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
             label = None  # one entry in the legend for all seeds
             ends += losses[1:] or losses
     panel.xaxis.set_major_formatter(EngFormatter())
-    panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
-    panel.set_title("learning curves by rank (dotted: not completed)")
+    panel.set(
+        xlabel="tokens",
+        ylabel=f"validation loss ({rows[0].unit})",
+        title="learning curves by rank (dotted: not completed)",
+    )
     _finish(panel, ends)
 
 
@@ -139,8 +141,11 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
         panel.plot(*zip(*front, strict=True), color="0.2", label="Pareto front")
     panel.plot(costs[0], losses[0], "*", markersize=15, color="C3", label=f"best {losses[0]:.4f}")
     panel.set_xscale("log")  # after the points, which set the limits
-    panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
-    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.xaxis.set(
+        major_locator=LogLocator(subs=(1, 2, 5)),
+        major_formatter=EngFormatter(),
+        minor_formatter=NullFormatter(),
+    )
     _finish(panel, losses, loc="upper right")
 
 

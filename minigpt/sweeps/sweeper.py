@@ -162,19 +162,20 @@ class Sweeper(hydra_sweeper.Sweeper):
         if self.checked.setdefault(point.identity, values) is not values:
             return replace(point, status=SKIPPED, reason=SAME)
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
-        planned = replace(
-            point,
-            folder=self.existing.get(point.identity, point).folder,
-            rungs=rung_steps(config) if self.prune else (),
-            planned_flops=sequences * model.block_size * model.flops_per_token(),
-            totals={"params": model.num_params()},
-            validated=corpus.validated_part(
-                model.block_size,
-                config.data.eval_batch_size,
-                config.eval_batches,
-            ),
+        point = refresh(
+            replace(
+                point,
+                folder=self.existing.get(point.identity, point).folder,
+                rungs=rung_steps(config) if self.prune else (),
+                planned_flops=sequences * model.block_size * model.flops_per_token(),
+                totals={"params": model.num_params()},
+                validated=corpus.validated_part(
+                    model.block_size,
+                    config.data.eval_batch_size,
+                    config.eval_batches,
+                ),
+            )
         )
-        point = refresh(planned)
         weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
         if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
             raise UserError(f"{point.folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
