@@ -86,8 +86,12 @@ def fit(
     resume, step, before, done = find_checkpoint_of_ranks(run, folder, saved)
     if done:
         if is_rank_zero():
-            where = f"{run_dir.short_path(folder)} is complete at step {step} of {run.max_steps}"
-            print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
+            print(
+                sanitize_line(
+                    f"{run_dir.short_path(folder)} is complete at step {step} of {run.max_steps}, "
+                    f"best validation loss {done.get('best_val_loss')}; nothing to do"
+                )
+            )
         return done.get("best_val_loss")
     if pretrained:  # `saved` refers to `origin`
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(run.data["folder"])
@@ -237,7 +241,7 @@ def sample_best(
     )
     if not compares:
         return sample, None
-    originality = from_extras("final_originality")(
+    return sample, from_extras("final_originality")(
         model,
         corpus,
         sample,
@@ -246,7 +250,6 @@ def sample_best(
         seed=run.seed,
         seconds=0.8 * (end - time.perf_counter()),  # the comparison itself takes the rest
     )
-    return sample, originality
 
 
 def write_results(

@@ -96,9 +96,8 @@ def set_up_process() -> None:
     # The next step allocates as much again. By default glibc returns activations to the system, and
     # each step faults a thousand pages in: 5 % of a step of the smallest model on a CPU.
     if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        for threshold in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            ctypes.CDLL(None).mallopt(threshold, 1 << 30)
     torch.backends.cuda.matmul.allow_tf32 = True
 
 

@@ -267,15 +267,14 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
         print(f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}")
 
 
-def short_path(path: str | Path) -> Path:
+def short_path(path: Path) -> Path:
     """Return a path relative to the working directory if it lies below it."""
-    path = Path(path)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def command(script: str, *arguments: str) -> str:
     """Return the command line that runs a script of this installation, to be copied into a shell."""
-    words = [str(short_path(sys.executable)), str(short_path(ROOT / "scripts" / f"{script}.py"))]
+    words = [str(short_path(Path(sys.executable))), str(short_path(ROOT / f"scripts/{script}.py"))]
     if INSTALLED:
         on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
         words = [*([] if on_path else [words[0], "-m"]), *usage(script).split()]

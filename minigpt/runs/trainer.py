@@ -62,8 +62,13 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         if options["strategy"] == "auto":
             options["strategy"] = DDP()
     else:  # variables of Lightning's ranks on several hosts are ignored, so a host would wait for the others forever
-        advice = "start ranks on several hosts with torchrun or srun"
-        require("trainer.num_nodes", options.get("num_nodes", 1), lambda nodes: nodes == 1, "1", advice)
+        require(
+            "trainer.num_nodes",
+            options.get("num_nodes", 1),
+            lambda nodes: nodes == 1,
+            "1",
+            "start ranks on several hosts with torchrun or srun",
+        )
     if options["precision"] == "auto":
         options["precision"] = training_precision(options["accelerator"])
     # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code for a requeue.

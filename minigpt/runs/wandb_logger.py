@@ -89,10 +89,9 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
             f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; "
             "its files are in hydra.run.dir, and checkpoints are not uploaded"
         )
-    mode = options.get("mode") or os.environ.get("WANDB_MODE") or None
     require(
         "logger.wandb.mode or WANDB_MODE",
-        mode,
+        options.get("mode") or os.environ.get("WANDB_MODE") or None,
         *or_null(one_of(("online", "offline", "disabled", "shared"))),
     )
     if "WANDB_SERVICE" not in os.environ:  # of a client that runs

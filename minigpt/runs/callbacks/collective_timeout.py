@@ -4,14 +4,13 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Callback
 
 from minigpt.distributed.process_group import PATIENCE, set_timeout
 
 SAVED_BYTES_PER_SECOND = 1e6  # of a slow disk or network, while the other ranks wait
 
 
-class CollectiveTimeout(Callback):
+class CollectiveTimeout(L.Callback):
     """Wait up to `seconds` in a training step, and longer while a checkpoint is saved, by its size."""
 
     def __init__(self, seconds: float) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 from tqdm import tqdm
 
 from minigpt.checkpoints.find import BEST
@@ -49,7 +47,7 @@ PEAK_FLOPS = {
 MIN_CHANGED = 0.5  # share of weights in low precision that the first steps must change
 
 
-class MetricsCallback(Callback):
+class MetricsCallback(L.Callback):
     """Log metrics every `log_every` steps and at every validation.
 
     Losses are means over the steps since the last row and over all ranks. Speeds exclude validation and sampling.
@@ -66,13 +64,13 @@ class MetricsCallback(Callback):
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run
-        self._losses: list[Tensor] = []  # of the batches since the last row
+        self._losses: list[torch.Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
         self._progress: Progress | None = None  # of rank 0
         self._given_threads, self._deterministic = run.threads, run.trainer.get("deterministic")
         self._threads = ThreadBalancer(fixed=True)  # until the training starts
         self._thread_changes: list[list[int]] = []  # step, number from the next one on
-        self._first: dict[Tensor, Tensor] = {}  # values of parameters in low precision, to compare
+        self._first: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters in low precision
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
@@ -125,14 +123,13 @@ class MetricsCallback(Callback):
                 for p in pl_module.model.blocks.parameters()
                 if p.requires_grad and torch.finfo(p.dtype).bits < 32
             }
-        for group in trainer.optimizers[0].param_groups:
-            rate = max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0)
-            if 1 - rate < torch.finfo(dtype).eps / 4:
-                warn(
-                    f"a decay rate of {rate} of the optimizer rounds to 1 in "
-                    f"{str(dtype).removeprefix('torch.')}; use trainer.precision=bf16-mixed"
-                )
-                break
+        groups = trainer.optimizers[0].param_groups
+        rates = [max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0) for group in groups]
+        if lost := [rate for rate in rates if 1 - rate < torch.finfo(dtype).eps / 4]:
+            warn(
+                f"a decay rate of {lost[0]} of the optimizer rounds to 1 in "
+                f"{str(dtype).removeprefix('torch.')}; use trainer.precision=bf16-mixed"
+            )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # The number of what Lightning's own callbacks log themselves, such as LearningRateMonitor

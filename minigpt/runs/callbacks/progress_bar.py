@@ -28,8 +28,10 @@ class Progress:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if "train_loss" in metrics:
-            self.fields["loss"] = f"loss {metrics['train_loss']:.3f}"
-            self.fields["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+            self.fields |= {
+                "loss": f"loss {metrics['train_loss']:.3f}",
+                "speed": f"{metrics['tokens_per_second']:,.0f} tokens/s",
+            }
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
             append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.terminal)

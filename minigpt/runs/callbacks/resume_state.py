@@ -68,7 +68,6 @@ class ResumeState(Callback):
 class EMACallback(Callback):
     """Validate, sample and save an exponential moving average of the weights (config key `ema_decay`)."""
 
-    ema: EMA
     restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
 
     def __init__(self, decay: float) -> None:

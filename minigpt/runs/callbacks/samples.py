@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
@@ -27,7 +26,7 @@ from minigpt.utils.terminal import unescape, warn
 DRAWN_SHARE = 0.01  # tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
 
 
-class Samples(Callback):
+class Samples(L.Callback):
     """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
 
     Args:

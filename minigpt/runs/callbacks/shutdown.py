@@ -8,13 +8,12 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import LAST
 from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, raise_interrupted
 
 
-class GracefulShutdown(Callback):
+class GracefulShutdown(L.Callback):
     """On a signal: finish the step, save `last.safetensors`, raise `Interrupted`. A second signal ends at once.
 
     Several ranks exchange signals every `sync_every` optimizer steps.
