@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import scipy  # which imports scipy.stats when it is first used
 
-Array = np.typing.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
 # Probability that an interval of a family does not hold; such that with a row of five times the noise of the others
 # no more than 5 % of the reports have one that does not hold (nine rows, three seeds).
 FAMILY_ERROR = 0.01
