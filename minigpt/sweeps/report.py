@@ -219,15 +219,16 @@ def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
 
 def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
-    from hydra.utils import instantiate
+    from omegaconf import OmegaConf, open_dict
 
-    if logger := instantiate(  # on rank 0
-        wandb_config,
-        folder=str(folder),
-        name=f"{folder.name} summary",
-        resume="allow",
-        _convert_="object",
-    ):
+    from minigpt.runs.trainer import instantiate_group  # imports Lightning, as the logger
+
+    settings: Any = wandb_config.copy()
+    own = {"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"}
+    with open_dict(settings):
+        settings.update(own)
+    group = {"wandb": OmegaConf.to_container(settings, resolve=True)}
+    for logger in instantiate_group("logger", group):  # on rank 0
         import wandb
 
         logger.log_metrics(

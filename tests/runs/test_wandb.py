@@ -214,7 +214,8 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
     for folder in ("first", "second"):
         train("logger=wandb", "max_steps=2", "logger.wandb.project=fox", folder=tmp_path / folder)
         assert wandb.run is mine
-    publish(tmp_path / "sweep", ["Fox wins."], composed("logger=wandb").logger.wandb)
+    noted = composed("logger=wandb", r"+logger.wandb.notes='of \${seed}'")
+    publish(tmp_path / "sweep", ["Fox wins."], noted.logger.wandb)
     assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {"WANDB_SERVICE"}
     wandb.log({"after": 2})
     mine.finish()
@@ -233,6 +234,7 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
         (run,) = contents(records, "run")
         expected = ("minigpt", "sweep summary") if folder == "sweep" else ("fox", folder)
         assert (run["project"], run["display_name"]) == expected
+        assert run.get("notes", "") == ("of ${seed}" if folder == "sweep" else "")
         assert len(contents(records, "exit")) == 1
         logged = "answer" if folder == "sweep" else "train_loss"
         assert logged in json.dumps([contents(records, "history"), contents(records, "summary")])

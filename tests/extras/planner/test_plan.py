@@ -340,6 +340,7 @@ def test_a_text_of_any_length_has_a_plan_of_windows_that_it_has_or_one_line(plan
             assert 0 < settings["optimizer.lr"] < math.inf
 
 
+@pytest.mark.slow
 def test_a_run_that_is_planned_for_two_characters_trains(mine, text, tmp_path):
     (tmp_path / "mine.txt").write_text("ox")
     texts = [f"data.path={tmp_path}/mine.txt", f"data.val_path={text}"]
