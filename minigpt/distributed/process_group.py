@@ -131,7 +131,7 @@ def first_error(error: Exception) -> Exception:
         )
     if not (group := _group()) or isinstance(error, RunError):
         return error
-    lost = isinstance(error, group.DistError) or "gloo" in str(error)
+    lost = isinstance(error, group.DistError) or re.search("gloo|pair closure", str(error))
     store = group.distributed_c10d._get_default_store()
     with suppress(group.DistError):  # the process that holds the store may have ended
         if not lost:

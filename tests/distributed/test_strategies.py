@@ -11,11 +11,13 @@ import torch
 from processes import Script
 from ranks import train_on_ranks
 from small_runs import column
+from torch import distributed
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
-from minigpt.distributed.process_group import LOST_RANK, _set_as_torchrun
+from minigpt.distributed.process_group import LOST_RANK, _set_as_torchrun, first_error
 from minigpt.runs.run_dir import read_summary
+from minigpt.utils.errors import RunError
 from minigpt.utils.terminal import SRUN, TORCHRUN
 
 # The last batch of the 125 windows of the validation split has one, so that a rank has none.
@@ -83,6 +85,19 @@ def test_the_reason_names_a_lost_rank_that_was_killed(small, tmp_path):
     run = [*small, *FAILS, "+callbacks.fail.killed=true", f"hydra.run.dir={tmp_path}/run"]
     train_on_ranks([run], codes=[1, 128 + signal.SIGKILL])
     assert read_summary(tmp_path / "run")["reason"].endswith(f"; {LOST_RANK}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[/gloo/transport/tcp/pair.cc:538] Connection closed by peer", "Application timeout caused pair closure"],
+)
+def test_the_errors_of_gloo_name_a_lost_rank(text, tmp_path):
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        error = first_error(RuntimeError(text))
+    finally:
+        distributed.destroy_process_group()
+    assert (type(error), str(error)) == (RunError, f"{text}; {LOST_RANK}")
 
 
 @pytest.mark.slow
