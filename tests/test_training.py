@@ -348,6 +348,7 @@ def test_a_taken_port_is_named(devices, train, monkeypatch):
 def test_a_compiled_model_trains_to_the_same_loss(train, finished):
     from torch._dynamo.utils import counters
 
+    torch.compiler.reset()  # what other tests have compiled
     counters.clear()
     compiled = train("compile=true")
     assert counters["stats"]["unique_graphs"] == 1  # validation is not compiled
