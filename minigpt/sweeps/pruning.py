@@ -1,8 +1,8 @@
 """Prune a sweep by successive halving: which points train past a rung, a step at which points are compared.
 
 The rule is that of ASHA, for a grid and for a search: a point continues if it is in the best 40 % of all points that
-have reached the rung; of a grid, also in earlier commands. It reads validation curves only, so a
-resumed sweep makes the same decisions.
+have reached the rung; of a grid, also in earlier commands. It reads validation curves only, so a resumed sweep makes
+the same decisions.
 Sources: Jamieson & Talwalkar, 2016, https://arxiv.org/abs/1502.07943; Li et al., 2020, https://arxiv.org/abs/1810.05934
 """
 

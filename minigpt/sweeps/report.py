@@ -224,11 +224,10 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     from minigpt.runs.trainer import instantiate_group  # imports Lightning, as the logger
 
     settings: Any = wandb_config.copy()
-    own = {"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"}
     with open_dict(settings):
-        settings.update(own)
-    group = {"wandb": OmegaConf.to_container(settings, resolve=True)}
-    for logger in instantiate_group("logger", group):  # on rank 0
+        settings.update({"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"})
+    # Resolved once: a `${…}` that is left is a text.
+    for logger in instantiate_group("logger", {"wandb": OmegaConf.to_container(settings, resolve=True)}):  # on rank 0
         import wandb
 
         logger.log_metrics(

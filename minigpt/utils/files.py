@@ -56,8 +56,7 @@ def sha256_json(values: Any) -> str:
 def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
     """Return the SHA-256 of each file. A cache in the data folder, if given, saves reading an unchanged file again.
 
-    A cache entry is keyed by path, size, times and inode. Every write updates the change time (ctime), which no program
-    can set back.
+    A cache entry is keyed by path and `file_version`.
     """
     cache, known = data_folder and data_folder / "checksums.json", dict[str, str]()
     try:
@@ -66,8 +65,7 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
         cache = None
     keys, n_cached = [], len(known)
     for file in files:
-        state = file.stat()
-        keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
+        keys.append(f"{file.resolve()} {file_version(file)}")
         if keys[-1] not in known:
             with open(file, "rb") as content:
                 known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
@@ -80,6 +78,15 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, known)
     return [known[key] for key in keys]
+
+
+def file_version(file: Path) -> str:
+    """Return size, times and inode: another text once a file was written or replaced, be it by an older file.
+
+    Every write updates the change time (ctime), which no program can set back.
+    """
+    state = file.stat()
+    return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
 
 
 def download(url: str, sha256: str, target: Path) -> bool:

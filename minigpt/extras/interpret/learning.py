@@ -16,10 +16,10 @@ import torch
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.detokenizer import token_pieces
-from minigpt.extras.interpret.file_version import file_version
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
 from minigpt.extras.interpret.run_corpus import validation_batches
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import file_version
 
 KINDS = ("first letters of words", "inside words", "spaces and line breaks", "names in capitals", "other")
 _FIRST, _INSIDE, _SPACE, _CAPITALS, _OTHER = range(len(KINDS))
@@ -41,7 +41,7 @@ def learning_curves(folder: Path) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=128)
 @torch.inference_mode()
-def measure(snapshot: Path, version: tuple[int, ...]) -> dict[str, Any] | None:
+def measure(snapshot: Path, version: str) -> dict[str, Any] | None:
     """Measure a model on the first batch of its validation split; None if the file is damaged.
 
     Args:

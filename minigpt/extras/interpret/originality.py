@@ -20,12 +20,11 @@ from filelock import FileLock
 from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import STARTS, Corpus, Split
-from minigpt.extras.interpret.file_version import file_version
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.model import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write, sha256_json
+from minigpt.utils.files import atomic_write, file_version, sha256_json
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
 
@@ -197,7 +196,7 @@ def comparison(checkpoint: Path) -> Callable[[Sequence[str]], tuple[list[dict[st
 
 
 @lru_cache(maxsize=4)
-def _load(checkpoint: Path, version: tuple[int, ...]) -> tuple[Index, dict[str, Any]]:
+def _load(checkpoint: Path, version: str) -> tuple[Index, dict[str, Any]]:
     corpus = find_corpus(checkpoint)
     fingerprint = _fingerprint(corpus)
     index = _indexes[fingerprint] = _indexes.get(fingerprint) or build_index(corpus)

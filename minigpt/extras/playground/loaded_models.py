@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path, run_folder
-from minigpt.extras.interpret.file_version import file_version
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import file_version
 
 if TYPE_CHECKING:
     from minigpt.extras.playground.engine import Engine
@@ -64,7 +64,7 @@ class Models:
     def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
         # That run or succeeded, by the version of the file.
-        self._loads: dict[str, tuple[tuple[int, ...], asyncio.Task[Engine]]] = {}
+        self._loads: dict[str, tuple[str, asyncio.Task[Engine]]] = {}
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
@@ -86,7 +86,7 @@ class Models:
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call; raise UnknownModel or LoadError."""
         base, step = self.find(name)
-        loaded, load = self._loads.get(name, ((), None))
+        loaded, load = self._loads.get(name, ("", None))
         version = self._version(base, step) or loaded
         if load is None or (version != loaded and load.done() and not load.result().busy):  # the run has another one
             load = asyncio.create_task(self._load(name, base, step))
@@ -100,13 +100,13 @@ class Models:
         loaded = (load.result() for _, load in self._loads.values() if load.done())
         await asyncio.gather(*(engine.close() for engine in loaded))
 
-    def _version(self, base: str, step: int | None) -> tuple[int, ...]:
-        """Return the version of the checkpoint of a run; () for other models, and for a run that is gone."""
+    def _version(self, base: str, step: int | None) -> str:
+        """Return the version of the checkpoint of a run; empty for other models, and for a run that is gone."""
         source = Path(self.sources[base])
         try:
-            return file_version(find_checkpoint(source, step=step)) if source.is_absolute() else ()
+            return file_version(find_checkpoint(source, step=step)) if source.is_absolute() else ""
         except (OSError, UserError):
-            return ()
+            return ""
 
     async def _load(self, name: str, base: str, step: int | None) -> "Engine":
         from minigpt.checkpoints.init_from import find_pretrained
