@@ -76,8 +76,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
                 build(path)
-                built.write_text(contents(path))
-        assert built.read_text() == contents(path), f"a test changed {path}, which is shared"
+                built.write_text(contents(path), encoding="utf-8")
+        assert built.read_text(encoding="utf-8") == contents(path), f"a test changed {path}, which is shared"
         return path
 
     def contents(path: Path) -> str:
@@ -90,7 +90,10 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def text(once: Once) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
     lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
-    return once("text", lambda folder: (folder / "fox.txt").write_text("".join(lines)[:20_000])) / "fox.txt"
+    return (
+        once("text", lambda folder: (folder / "fox.txt").write_text("".join(lines)[:20_000], encoding="utf-8"))
+        / "fox.txt"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +106,7 @@ def trained(once: Once, text: Path) -> Callable[..., Path]:
             with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
                 minigpt.train(given)
             for name, stream in (("out", out), ("err", err)):
-                (folder / name).write_text(stream.getvalue())
+                (folder / name).write_text(stream.getvalue(), encoding="utf-8")
 
         return once("trained-" + hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:12], build) / "run"
 
@@ -227,7 +230,10 @@ def finished(trained: Callable[..., Path]) -> SimpleNamespace:
         folder = trained("callbacks.samples.max_new_tokens=20")
     (tokens,) = folder.glob("../data/tokens/*/meta.json")
     val = torch.from_numpy(load(tokens.parent).tokens("val")[:].astype("int64"))
-    output = {"stdout": (folder / "../out").read_text(), "stderr": (folder / "../err").read_text()}
+    output = {
+        "stdout": (folder / "../out").read_text(encoding="utf-8"),
+        "stderr": (folder / "../err").read_text(encoding="utf-8"),
+    }
     return SimpleNamespace(folder=folder, summary=read_summary(folder), val=val, **output)
 
 

@@ -25,7 +25,7 @@ needs_shakespeare = pytest.mark.skipif(
 
 def values(name="text", **changes):
     """Return the data group of a file in configs/data/ with changes."""
-    read = yaml.safe_load((ROOT / f"configs/data/{name}.yaml").read_text())
+    read = yaml.safe_load((ROOT / f"configs/data/{name}.yaml").read_text(encoding="utf-8"))
     return read.get("data", read) | changes
 
 

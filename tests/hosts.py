@@ -54,7 +54,9 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", "dev", self.names[host], state)
 
     def _start(self) -> None:
-        self._table.write_text("127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, self.addresses, self.names)))
+        self._table.write_text(
+            "127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, self.addresses, self.names)), encoding="utf-8"
+        )
         for namespace in (self._switch, *self._namespaces):
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
@@ -104,7 +106,7 @@ class Hold(Callback):
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["ip", *arguments], capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def _kill(namespace: str) -> None:

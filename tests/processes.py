@@ -108,11 +108,11 @@ class Script:
 
     @property
     def stdout(self) -> str:
-        return self.files[0].read_text(errors="replace") if self.files[0].exists() else ""
+        return self.files[0].read_text(errors="replace", encoding="utf-8") if self.files[0].exists() else ""
 
     @property
     def stderr(self) -> str:
-        return self.files[1].read_text(errors="replace") if self.files[1].exists() else ""
+        return self.files[1].read_text(errors="replace", encoding="utf-8") if self.files[1].exists() else ""
 
 
 def close_output() -> None:
@@ -128,7 +128,7 @@ def live_processes(session: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has exited
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+            state, _, _, of = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:4]
             if int(of) == session and state not in "ZX":
                 found.append(int(stat.parent.name))
     return found

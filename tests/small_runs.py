@@ -60,7 +60,7 @@ def wandb_records(run: Path, index: int = 0, parts: str = "offline-run-*") -> li
     """Return the records of a part of a run in its folder of Weights & Biases, read with its own inspector."""
     part = sorted((run / "wandb").glob(parts))[index]
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(part)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

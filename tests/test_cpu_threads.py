@@ -181,7 +181,7 @@ def test_a_run_logs_and_records_its_changes_also_if_it_resumes(machine, train, m
     run = train("max_steps=20", "resume=auto")
     assert run.summary["thread_changes"] == [[6, 1], [16, 1]]
     assert run.summary["device"] == "cpu, 2 threads"
-    lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if "instead" in line]
+    lines = [line for line in (run.folder / "log.txt").read_text(encoding="utf-8").splitlines() if "instead" in line]
     assert lines == [f"step {step}: 1 thread instead of 2, which had 1.0 cores" for step in (9, 19)]
     assert torch.get_num_threads() == 2
 

@@ -147,7 +147,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -
 def test_a_killed_run_recovers_on_the_gpu() -> None:
     command = [sys.executable, "-m", "robustness.faults", "--only", "SIGKILL at", "--trials", "1"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "MINIGPT_FAULTS_TRAINER": KIND}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

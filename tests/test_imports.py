@@ -90,7 +90,9 @@ try:
 finally:
     print(*sys.modules)
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
+    )
     assert "missing.safetensors does not exist" in result.stderr
     found = {name.partition(".")[0] for name in result.stdout.split()}
     unused = {"datasets", "huggingface_hub", "joblib", "matplotlib", "optuna", "pandas", "scipy"}

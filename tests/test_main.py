@@ -13,7 +13,7 @@ from minigpt.utils import scripts
 def test_minigpt_lists_the_scripts_without_importing_a_dependency():
     program = "import sys; from minigpt.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", program, "--help"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     assert not {"hydra", "matplotlib", "numpy", "omegaconf", "torch", "wandb"} & set(listed.stderr.split())
     usage, _, *lines = listed.stdout.splitlines()
     assert usage.startswith("usage: minigpt COMMAND")
@@ -23,7 +23,7 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency():
 
 def test_minigpt_prints_its_version():
     command = [sys.executable, "-m", "minigpt", "--version"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
     assert printed == f"minigpt {version('minigpt')}\n"
 
 

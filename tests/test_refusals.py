@@ -199,9 +199,9 @@ def odd_files(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "one.txt").write_text("1")
     (tmp_path / "one.bin").write_bytes(bytes(2000))
-    (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
+    (tmp_path / "umlauts.txt").write_text("fox ü " * 100, encoding="utf-8")
     (tmp_path / "broken.txt").symlink_to("gone.txt")
-    (tmp_path / "rows.txt").write_text('{"text": "a"}\n' * 100)
+    (tmp_path / "rows.txt").write_text('{"text": "a"}\n' * 100, encoding="utf-8")
     (tmp_path / "table.csv").write_text("id,body\n1,a fox\n")
     (tmp_path / "packed.txt").write_bytes(bz2.compress(b"a fox " * 100))
 

@@ -105,7 +105,7 @@ def test_text_is_streamed_in_complete_characters(saves, tmp_path):
     process.stdout.close()  # as `head` does
     assert process.wait(300) == 0
     logged = f"sampling from {saves['multibyte']} on cpu\nno prompt: starting from '\\n'\n"
-    assert (tmp_path / "stderr").read_text() == logged
+    assert (tmp_path / "stderr").read_text(encoding="utf-8") == logged
 
 
 def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(sample, tmp_path):
@@ -134,7 +134,7 @@ def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(sa
 
 
 def test_an_unreadable_text_is_one_error_line(saves, sample):
-    Path("other.jsonl").write_text('{"story": "a fox"}')
+    Path("other.jsonl").write_text('{"story": "a fox"}', encoding="utf-8")
     for option in ("--prompt-file", "--score"):
         for file, stdin, problem in (
             ("none.txt", b"", "does not exist"),
@@ -184,7 +184,7 @@ def test_the_sample_of_a_validation_is_that_of_its_settings(trained, sample):
     run = trained(*(f"callbacks.samples.{name}={value}" for name, value in settings.items()))
     flags = ["--prompt", r"1:\n", "--max-new-tokens", 30, "--top-k", 5, "--seed", 3]
     drawn = sample(run / "checkpoints/last.safetensors", *flags).stdout
-    title, text = re.findall(r"── (.*) ──\n([^─]*)", (run / "samples.txt").read_text())[-1]
+    title, text = re.findall(r"── (.*) ──\n([^─]*)", (run / "samples.txt").read_text(encoding="utf-8"))[-1]
     assert title.startswith("step 20, validation loss ")
     assert text == f"{drawn.strip()}\n\n"
 
@@ -278,7 +278,7 @@ def test_a_score_is_of_the_text_after_the_prompt(name, saves, sample):
 def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_path):
     (tmp_path / "texts/deep").mkdir(parents=True)
     (tmp_path / "texts/a.md").write_bytes(codecs.BOM_UTF8 + TEXT.encode())
-    (tmp_path / "texts/deep/b.jsonl").write_text(rows([TEXT, "", "the lazy dog", "a fox"]))
+    (tmp_path / "texts/deep/b.jsonl").write_text(rows([TEXT, "", "the lazy dog", "a fox"]), encoding="utf-8")
     _, tokenizer = load_checkpoint(saves["separated"])
     for path in ("texts", "**/*.jsonl"):
         corpus = corpus_of(tmp_path / "texts/a.md", tmp_path, tokenizer.to_dict(), val_path=str(tmp_path / path))
@@ -303,7 +303,7 @@ def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(s
     for text in ("", "Hello the number", "a<|im_end|>\nb<|endoftext|>c"):
         ids = tokenizer(text, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=3)[0, ids.size(1) :].tolist()
-        (tmp_path / "text.txt").write_text(text)
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
         for flags in (("--prompt", text), ("--prompt-file", "text.txt")):
             (one,) = samples(sample(folder, *flags, "--json", "--temperature", 0, "--max-new-tokens", 30))
             assert (one["prompt"], one["tokens"]) == (text, expected)
@@ -343,7 +343,7 @@ def test_a_document_is_encoded_whole_by_a_tokenizer_that_does_not_split_at_cuts(
         def encode(self, text):
             return super().encode(f"\0{text}")
 
-    (file := tmp_path / "long.txt").write_text("to be " * 400_000)
+    (file := tmp_path / "long.txt").write_text("to be " * 400_000, encoding="utf-8")
     assert len([*read_texts(str(file), "file")]) > 1
     ids = read_prompt(Prefixed(), None, str(file), {})[1]
     assert (len(ids), ids.count(0)) == (6 * 400_000 + 1, 1)

@@ -91,7 +91,7 @@ def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
 
 def test_a_run_prints_what_it_will_do_and_its_results(finished):
     folder, summary, tokens = finished.folder, finished.summary, 20 * 8 * 16
-    text = (folder / "log.txt").read_text()
+    text = (folder / "log.txt").read_text(encoding="utf-8")
     assert text.splitlines() == [line for line in finished.stderr.splitlines() if not line.startswith("warning")]
     assert [line.split()[0] for line in text.splitlines()[:5]] == ["model", "data", "training", "device", "run"]
     model, tokenizer = load_checkpoint(folder)
@@ -177,7 +177,7 @@ def test_null_clips_no_gradient(train, tmp_path):
 
 def test_the_debug_preset_that_profiles_writes_a_table_and_a_trace_of_the_training(train):
     run = train("debug=profile", "max_steps=25", "data.eval_batch_size=1", "eval_every=10")
-    table = (run.folder / "fit-profile.txt").read_text()
+    table = (run.folder / "fit-profile.txt").read_text(encoding="utf-8")
     assert "MmBackward" in table
     assert "validation_step" not in table
     (trace,) = run.folder.glob("fit-profile*.pt.trace.json")
@@ -311,11 +311,11 @@ print(json.dumps(results))
 @pytest.mark.slow
 def test_a_program_trains_several_runs_on_two_ranks_and_runs_once(small, trained, tmp_path):
     """Also after a run on one, and after one that fails; with arguments and standard input of its own."""
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     seeds = [["seed=7"], TWO, ["optimizer.lr=1e30", *TWO], ["seed=7", *TWO], []]
     given = json.dumps([[*small, *overrides] for overrides in seeds])
     command = [sys.executable, "program.py", "--an=argument"]
-    result = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("the program runs") == 1
     first, second, failed, third, last = json.loads(result.stdout.splitlines()[-1])
@@ -427,7 +427,11 @@ def test_a_run_whose_output_nobody_reads_trains_to_the_end(launch, tmp_path):
     ended = launch("train.py", "max_steps=4", "eval_every=2", "hydra.run.dir=run", cwd=tmp_path, prepare=close_output)
     assert ended.returncode == 0
     assert read_summary(tmp_path / "run")["status"] == "completed"
-    assert [line.split()[1] for line in (tmp_path / "run/log.txt").read_text().splitlines() if line[:5] == "step "] == [
+    assert [
+        line.split()[1]
+        for line in (tmp_path / "run/log.txt").read_text(encoding="utf-8").splitlines()
+        if line[:5] == "step "
+    ] == [
         "2/4",
         "4/4",
     ]

@@ -284,7 +284,9 @@ def provenance() -> dict[str, Any]:
     command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
-            described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            described = subprocess.run(
+                command, capture_output=True, encoding="utf-8", check=True, timeout=10
+            ).stdout.strip()
     return {
         "command": " ".join(sys.argv),
         "host": platform.node(),

@@ -87,7 +87,9 @@ def main() -> None:
         rows = benchmarks[args.benchmark](args, Path(folder))
     out = args.out or Path("runs/bench") / f"{args.benchmark}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+    )
     if args.benchmark == "time_to_loss":
         show_time_to_loss(rows, args.losses)
         plot_time_to_loss(rows, args.losses, out.with_suffix(".png"))

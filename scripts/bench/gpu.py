@@ -76,7 +76,9 @@ class Session:
         self.settings = ["trainer=gpu", *ONLY_TRAINING]
         if args.rehearse:
             self.text = folder / "text.txt"
-            self.text.write_text("".join(f"{i}: ROMEO: What light, {i * i % 97}.\n" for i in range(800)))
+            self.text.write_text(
+                "".join(f"{i}: ROMEO: What light, {i * i % 97}.\n" for i in range(800)), encoding="utf-8"
+            )
             self.settings = [*TINY, f"data.path={self.text}", f"data.folder={folder}/data"]
 
     @contextmanager

@@ -73,7 +73,7 @@ def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
     (tmp_path / "previous.safetensors").write_text("precious")
     for _ in range(2):
         save_checkpoint(make_model(), TOKENIZER, tmp_path / "last.safetensors")
-    assert (tmp_path / "previous.safetensors").read_text() == "precious"
+    assert (tmp_path / "previous.safetensors").read_text(encoding="utf-8") == "precious"
 
 
 NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
@@ -183,7 +183,7 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
     with pytest.raises(UserError, match=r"holds no checkpoints/best"):
         find_checkpoint(sweep, last=True)
     for name, value in bits.items():
-        (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}')
+        (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}', encoding="utf-8")
     (sweep / "0" / SUMMARY).write_text("damaged")
     assert find_checkpoint(None) == find_checkpoint(sweep) == sweep / "1" / BEST
     (sweep / "1" / BEST).unlink()

@@ -112,7 +112,7 @@ def test_a_preparation_uses_the_tokenizer_of_the_model(call, text, gpt2_folder, 
     (ids,) = (tmp_path / "data/tokens").glob("*/train.bin")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
     written = torch.frombuffer(bytearray(ids.read_bytes()), dtype=torch.uint16)
-    assert written.tolist() == tokenizer(text.read_text()[: int(20_000 * 0.9)]).input_ids
+    assert written.tolist() == tokenizer(text.read_text(encoding="utf-8")[: int(20_000 * 0.9)]).input_ids
 
 
 def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path,
     model = tmp_path / "hub/models--someone--tiny"
     shutil.copytree(gpt2_folder, model / "snapshots" / commit)
     (model / "refs").mkdir()
-    (model / "refs/main").write_text(commit)
+    (model / "refs/main").write_text(commit, encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for source in ("someone/tiny", "someone/tiny@main", f"someone/tiny@{commit}"):

@@ -54,7 +54,7 @@ def broken_off(run: Path, step: int, folder: Path) -> Path:
 def check_same_end(one: Path, other: Path) -> None:
     assert state(one / LAST) == state(other / LAST)
     assert rows(one) == rows(other)
-    assert (one / "samples.txt").read_text() == (other / "samples.txt").read_text()
+    assert (one / "samples.txt").read_text(encoding="utf-8") == (other / "samples.txt").read_text(encoding="utf-8")
     assert read(one / BEST)["global_step"] == read(other / BEST)["global_step"]
 
 
@@ -171,7 +171,7 @@ def test_a_file_of_the_user_beside_the_checkpoints_is_no_checkpoint(train, train
         file.write_text("mine")
     assert train(*OFTEN, "callbacks.checkpoint.save_top_k=1", "resume=auto", folder=folder).summary["steps"] == 20
     check_same_end(whole, folder)
-    assert [file.read_text() for file in mine] == ["mine"] * 3
+    assert [file.read_text(encoding="utf-8") for file in mine] == ["mine"] * 3
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_save_top_k_checkpoints_are_kept(train):
     for name in mine:
         (checkpoints / name).write_text("precious")
     run = train(*line, "resume=auto")
-    assert {(checkpoints / name).read_text() for name in mine} == {"precious"}
+    assert {(checkpoints / name).read_text(encoding="utf-8") for name in mine} == {"precious"}
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
     steps = {f"step-{step}.safetensors" for _, step in lowest}
@@ -349,7 +349,7 @@ def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys)
 def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_resumed(train, tmp_path, text):
     (tmp_path / "texts").mkdir()
     for name, size in (("a_intro.txt", 400), ("b_book.txt", 9000)):
-        (tmp_path / "texts" / name).write_text(text.read_text()[:size])
+        (tmp_path / "texts" / name).write_text(text.read_text(encoding="utf-8")[:size], encoding="utf-8")
     settings = [f"data.path={tmp_path}/texts", "max_steps=1"]
     last = train(*settings).folder / LAST
     train(f"data.path={tmp_path}/texts", "max_steps=2", "resume=auto")
@@ -399,7 +399,9 @@ def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_p
         with pytest.raises(UserError, match=rf"data\.path=.*{missing} does not exist; .*{problem}"):
             train(*textless, change, folder=tmp_path / ("new" if "seed" in change else "run"))
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
-    meta.write_text(meta.read_text().replace('"val_fraction": 0.1', '"val_fraction": 0.11'))
+    meta.write_text(
+        meta.read_text(encoding="utf-8").replace('"val_fraction": 0.1', '"val_fraction": 0.11'), encoding="utf-8"
+    )
     with pytest.raises(UserError, match=r"does not exist; .*; or restore its token files: .* has none of the run"):
         train(*textless)
 

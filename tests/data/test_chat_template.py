@@ -56,7 +56,7 @@ def folder(tmp_path):
 def with_template(folder, **config):
     """Add values to `tokenizer_config.json`; return our template of the folder, and the tokenizer of transformers."""
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | config), encoding="utf-8")
     template = find_pretrained(str(folder)).tokenizer.encode_chat
     return template, transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -78,7 +78,7 @@ def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder)
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert find_pretrained(str(folder)).tokenizer.encode_chat is None
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}), encoding="utf-8")
     assert find_pretrained(str(folder)).tokenizer.encode_chat.args[0] == "of a processor"
 
 
@@ -92,9 +92,9 @@ def test_of_several_templates_the_one_named_default_is_rendered(folder, place):
         others.mkdir()
         (others / "tool_use.jinja").write_text("TOOLS")
     if place == "folder":
-        (folder / "chat_template.jinja").write_text(PLAIN)
+        (folder / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
     if place == "no file":
-        (others / "default.jinja").write_text(PLAIN)
+        (others / "default.jinja").write_text(PLAIN, encoding="utf-8")
     ours, theirs = with_template(folder, chat_template=NAMED if place == "list" else "of the config")
     messages = [{"role": "user", "content": "Hello"}]
     if place != "no default":

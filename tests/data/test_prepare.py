@@ -161,7 +161,7 @@ def test_a_cut_is_at_the_nearest_start_of_a_document_that_leaves_each_split_its_
 )
 def test_files_of_any_sizes_give_the_validation_split_its_share(tmp_path, sizes):
     for i, size in enumerate(sizes):
-        (tmp_path / f"{i}.txt").write_text(("many words " * size)[:size])
+        (tmp_path / f"{i}.txt").write_text(("many words " * size)[:size], encoding="utf-8")
     corpus = corpus_of(tmp_path, tmp_path / "data", "byte")
     assert corpus.val.bytes == pytest.approx(0.1 * sum(sizes), abs=1)
     assert corpus.train.bytes + corpus.val.bytes == sum(sizes)
@@ -201,7 +201,7 @@ def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in
     train, val, file = stories(30), stories(20, seed=1), tmp_path / "val.jsonl"
 
     def corpus(train, val, tokenizer="byte"):
-        file.write_text(rows(val))
+        file.write_text(rows(val), encoding="utf-8")
         return prepare(rows(train), tmp_path, tokenizer, name="mine.jsonl", val_path=str(file))
 
     own, alone = corpus(train, val), prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
@@ -288,7 +288,7 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
 @pytest.mark.parametrize("stem", ["訓" * 83, "𠀋" * 62, "🎉" * 62], ids=["3 bytes", "4 bytes", "emoji"])
 def test_a_text_of_the_longest_name_is_prepared_on_a_host_of_the_longest_name(tmp_path, monkeypatch, stem):
     monkeypatch.setattr("platform.node", lambda: "h" * 64)
-    (tmp_path / f"{stem}.txt").write_text("the fox " * 100)
+    (tmp_path / f"{stem}.txt").write_text("the fox " * 100, encoding="utf-8")
     corpus = corpus_of(tmp_path / f"{stem}.txt", tmp_path)
     assert len(corpus.tokens("train")) + len(corpus.tokens("val")) == 800
     assert len(leftovers(tmp_path)) == 4  # the folder, both splits and meta.json

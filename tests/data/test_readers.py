@@ -110,7 +110,7 @@ def test_a_line_that_is_no_json_or_has_no_text_raises_with_its_number_and_the_fi
         "{": "not JSON",
         "[" * 100_000: "not JSON",
     }.items():
-        (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
+        (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n", encoding="utf-8")
         assert f"line 3: {problem}" in refusal(tmp_path / "a.jsonl")
 
 
@@ -137,7 +137,7 @@ def test_categories_of_pandas_are_texts(tmp_path):
 
 def test_rows_with_null_are_left_out_and_counted_once_in_all_formats(tmp_path, capsys):
     texts, files = ["one", None, "", None, "two"], [tmp_path / "a.jsonl", tmp_path / "a.parquet"]
-    files[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     pq.write_table(pa.table({"text": texts}), files[1])
     for _ in range(2):  # as a preparation reads several times
         assert documents(read_files(files, "text")) == ["one", "", "two"] * 2
@@ -162,7 +162,7 @@ def test_every_row_of_a_table_is_a_document(tmp_path, suffix, dialect, block):
 def test_a_row_of_a_table_with_another_number_of_cells_or_open_quotes_raises_with_its_line(tmp_path):
     file = tmp_path / "a.csv"
     for row in ("only one", "one, two, three", '"a" b,c', '"open'):
-        file.write_text(f"id,text\n1,fine\n{row}\n")
+        file.write_text(f"id,text\n1,fine\n{row}\n", encoding="utf-8")
         assert re.search("a.csv, near line [23]: .*as .txt the file is one text", refusal(file))
 
 
@@ -274,10 +274,10 @@ def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):
         wide.write_bytes("To be".encode(name) if name == "utf-16" else codecs.BOM_UTF16_BE + "To be".encode(name))
         assert "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8" in refusal(wide)
     for text in (' [\n "a", "b"]', '["a"]', "[1]"):
-        rows.write_text(text)
+        rows.write_text(text, encoding="utf-8")
         assert "rows.json holds JSON, whose syntax would be trained on; make it .jsonl" in refusal(rows)
     rows.write_text('{\n  "name": "a package"\n}')  # as a file of source code
-    assert documents(read_documents(rows, "text")) == [rows.read_text()]
+    assert documents(read_documents(rows, "text")) == [rows.read_text(encoding="utf-8")]
 
 
 SEVERAL = (
@@ -300,7 +300,7 @@ def test_rows_of_json_under_another_name_are_refused(tmp_path, name):
 
 @pytest.mark.parametrize("text", [*SEVERAL, '{"text": "one row"}', '["a", "b"]'])
 def test_rows_of_json_on_standard_input_are_refused(text, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
     with pytest.raises(UserError, match="--score=- holds JSON, whose syntax would be trained on"):
         list(read_texts("-", "--score"))
 
@@ -315,7 +315,7 @@ def test_rows_of_json_on_standard_input_are_refused(text, monkeypatch):
 )
 def test_a_text_that_begins_with_a_bracket_is_a_text(tmp_path, text):
     for name in ("a.txt", "a.py", "a"):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         assert documents(read_documents(tmp_path / name, "text")) == [text]
 
 
@@ -360,7 +360,7 @@ def test_linked_folders_are_followed_without_end_and_a_file_is_read_once(tmp_pat
     texts, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
     for folder in (texts / "real", elsewhere / "deep"):
         folder.mkdir(parents=True)
-        (folder / "a.txt").write_text(folder.name)
+        (folder / "a.txt").write_text(folder.name, encoding="utf-8")
     links = {
         "z": elsewhere,
         "again": elsewhere,
@@ -377,7 +377,7 @@ def test_linked_folders_are_followed_without_end_and_a_file_is_read_once(tmp_pat
         assert sorted(os.path.realpath(file) for file in files) == sorted(
             os.path.realpath(file) for file in (texts / "real/a.txt", elsewhere / "deep/a.txt")
         )
-    assert [file.read_text() for file in find(f"{texts}/*/deep/*.txt")] == ["deep"]  # below again and z
+    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == ["deep"]  # below again and z
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch)
 
     monkeypatch.setattr(readers, "_decode", lambda *args: map(Block, decode(*args)))
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="")
+    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="", encoding="utf-8")
     assert documents(read_with_blocks(10, lambda: read_documents(file, "text"))) == [rows[0]["text"], "b\n", ""]
     assert sum(read) == 0
 

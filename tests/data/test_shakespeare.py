@@ -56,7 +56,7 @@ def occupy(path, kind):
     if kind == "folder":
         path.mkdir()
         (path / "notes.md").write_text("of the user")
-        return lambda: (path / "notes.md").read_text()
+        return lambda: (path / "notes.md").read_text(encoding="utf-8")
     if kind == "broken link":
         path.symlink_to("unmounted/disk.txt")
         return lambda: os.readlink(path)

@@ -89,7 +89,7 @@ def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tm
         for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
             folder.mkdir()
             for name, content in files.items():
-                (folder / name).write_text(content)
+                (folder / name).write_text(content, encoding="utf-8")
             found.append(find(path=str(folder))[0].sha256)
     assert found[::2] == found[1::2]
     assert len(set(found)) == 5
@@ -104,7 +104,7 @@ def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_the
             assert fnmatch(other.name, f".file.{PARTIAL}")
             other.write_text("oth")  # half of it
             one.write_text("one whole")
-    assert file.read_text() == "one whole"
+    assert file.read_text(encoding="utf-8") == "one whole"
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -113,9 +113,9 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     cache = folder / "checksums.json"
     file.write_bytes(b"first")
     assert checksums([file], folder) == [sha256(b"first")]
-    kept = json.loads(cache.read_text())
+    kept = json.loads(cache.read_text(encoding="utf-8"))
     assert list(kept.values()) == [sha256(b"first")]
-    cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
+    cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")), encoding="utf-8")
     assert checksums([file], folder) == ["remembered"]  # from the cache
     times = file.stat()
     file.write_bytes(b"later")  # same size and time
@@ -129,7 +129,7 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
 def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     monkeypatch.setenv("SLURM_NTASKS", "4")  # of a batch job, whose script is one process
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a pod of Kubeflow
     for name in (*SRUN, "LOCAL_RANK"):
@@ -144,7 +144,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
             for path in ("-", "/dev/stdin"):
                 with pytest.raises(UserError, match=rf"data\.path={path} .*{problem}"):
                     find(path=path)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
     for path in ("-", "/dev/stdin"):
         source, _ = find(path=path)
         assert texts_of(source) == [content.decode().replace("\r\n", "\n")]
@@ -201,7 +201,7 @@ def test_a_copy_of_a_pipe_that_was_edited_is_neither_read_for_it_nor_replaced(fi
         edited.write_text("Not to be")
         source, _ = find(path=pipe("To be"))
         assert (texts_of(source), source.sha256) == (["To be"], sha256(b"To be"))
-        assert edited.read_text() == "Not to be"
+        assert edited.read_text(encoding="utf-8") == "Not to be"
         assert len([*edited.parent.glob("stdin-*")]) == 2
 
 
@@ -212,7 +212,7 @@ def test_the_prompt_and_the_scored_text_may_be_a_pipe(pipe):
 def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
     for name in ("b.txt", "a.txt", "more/c.md", "more/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"of {Path(name).stem}")
+        (tmp_path / name).write_text(f"of {Path(name).stem}", encoding="utf-8")
     source, val = find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"], val_path=[pipe("piped")])
     assert texts_of(source) == ["of b", "of c", "of d", "of a"]
     assert texts_of(val) == ["piped"]
@@ -235,7 +235,7 @@ def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(f
 def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
     """Token files are found by them."""
     for name in ("a.txt", "b.md", "c.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name)
+        (tmp_path / name).write_text('{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name, encoding="utf-8")
     sums = [sha256((tmp_path / name).read_bytes()) for name in ("a.txt", "b.md", "c.jsonl")]
     assert find(path=str(tmp_path / "a.txt"))[0].sha256 == sums[0]
     identity = json.dumps(["text", [".txt", ".md", ".jsonl"], sums], sort_keys=True)

@@ -276,8 +276,8 @@ def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
 
 def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_is_trained_on(tmp_path):
     text = "".join(map(str, range(600)))
-    (tmp_path / "mine.txt").write_text(text)
-    (tmp_path / "other.txt").write_text(text[::-1])
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "other.txt").write_text(text[::-1], encoding="utf-8")
 
     def part(name="mine.txt", tokenizer="char", **changes):
         return corpus_of(tmp_path / name, tmp_path, tokenizer, **changes).validated_part(8, 4, None)

@@ -26,7 +26,9 @@ DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=64-true"]
 FSDP = ["trainer=fsdp", "trainer.accelerator=cpu"]
 TRAINING = ["optimizer=muon", "ema_decay=0.9", "trainer.accumulate_grad_batches=2", "max_steps=50", "eval_every=25"]
 # For two hosts with two processes each.
-DOCUMENTED = re.findall(r"^torchrun (.+) scripts/train.py", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
+DOCUMENTED = re.findall(
+    r"^torchrun (.+) scripts/train.py", (ROOT / "docs/scaling.md").read_text(encoding="utf-8"), re.MULTILINE
+)
 ELASTIC = "--nnodes=1:3 --max-restarts=10 --rdzv-backend=c10d --rdzv-endpoint=c:29500"
 ELASTIC += " --rdzv-conf=last_call_timeout=5,keep_alive_interval=2"  # by default 30 s
 pytestmark = [needs_hosts, pytest.mark.slow]
@@ -36,7 +38,7 @@ def torchrun(hosts: Hosts, host: int, options: str, overrides: list[str]) -> Any
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(ROOT / "scripts/train.py")]
-    with NamedTemporaryFile("w", dir=hosts.folder, delete=False) as log:  # a pipe could be full
+    with NamedTemporaryFile("w", encoding="utf-8", dir=hosts.folder, delete=False) as log:  # a pipe could be full
         options = {"cwd": hosts.folder, "stdout": log, "stderr": subprocess.STDOUT}
         launcher = hosts.run(host, [*command, *overrides, "collective_timeout=10"], env, **options)
     launcher.log = Path(log.name)
@@ -54,7 +56,7 @@ def finish(launchers: list[Any], code: int) -> list[str]:
     """Wait until all launchers exit with a code, except killed ones; return what each printed."""
     for launcher in launchers:
         launcher.wait(SECONDS)
-    printed = [launcher.log.read_text() for launcher in launchers]
+    printed = [launcher.log.read_text(encoding="utf-8") for launcher in launchers]
     assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(printed)
     return printed
 
@@ -106,7 +108,7 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
     elastic += [f"hydra.run.dir={run}", "+callbacks.slow._target_=hosts.Slow"]
 
     def starts() -> int:
-        return (run / "log.txt").read_text().count("\ntraining ")
+        return (run / "log.txt").read_text(encoding="utf-8").count("\ntraining ")
 
     with start_hosts(3, tmp_path) as hosts:
         launchers = {host: torchrun(hosts, host, ELASTIC, elastic) for host in range(3)}

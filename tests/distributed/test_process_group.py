@@ -88,7 +88,7 @@ def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]  # of the size of the weights; Muon has 1 of matrices
     ideal = 124e6 * 4 * (1 + buffers) / ranks
     for rank in range(ranks):
-        assert 0.98 * ideal <= int((tmp_path / str(rank)).read_text()) <= 1.15 * ideal
+        assert 0.98 * ideal <= int((tmp_path / str(rank)).read_text(encoding="utf-8")) <= 1.15 * ideal
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
@@ -108,9 +108,9 @@ def measure_memory(file: Path, optimizer: str) -> None:
         made.ranks = Shards(distributed.group.WORLD)
     made.step()
     made.zero_grad()
-    file.write_text(f"{resident_bytes() - before}")
+    file.write_text(f"{resident_bytes() - before}", encoding="utf-8")
 
 
 def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024

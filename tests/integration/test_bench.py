@@ -25,7 +25,7 @@ def importable(monkeypatch):
 
 def bench(*arguments, folder, script="bench"):
     command, env = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", check=False, timeout=900)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,7 +48,7 @@ def test_the_text_of_a_benchmark_is_found_beside_one_of_the_user(tmp_path, monke
 def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small, tmp_path):
     options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
     bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
-    rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["recipe"], len(row["curve"])) for row in rows] == [("baseline", 2), ("sprint_cpu", 4)]
     for row in rows:
         first = next(point for point in row["curve"] if point["loss"] <= 4)
@@ -59,7 +59,7 @@ def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small, tmp
 @pytest.mark.slow
 def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path):
     bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = [*dict.fromkeys(row["part"] for row in rows)]
     assert parts == ["recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
     assert not any("error" in row for row in rows)
@@ -80,7 +80,7 @@ def test_a_row_that_fails_leaves_those_before(tmp_path):
     with session.row("memory", "gpt2"):
         raise ValueError("no such kernel")
     assert session.failed
-    assert len(file.read_text().splitlines()) == 5
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 5
     assert "| batch 8 | 20.000 (10.000–30.000) |" in gpu.tables(file)
 
 

@@ -37,26 +37,26 @@ def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small, tmp_path):
     folder = tmp_path / "run"
     long = ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *DDP, *long]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
         wait_until(lambda: (folder / "metrics.csv").exists() or process.poll() is not None)
         process.terminate()  # a scheduler's SIGTERM reaches the first process
         stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signal.SIGTERM
     *_, resume, last = stderr.strip().splitlines()
     assert last == "interrupted by SIGTERM"
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
     assert (folder / "curves.png").exists()
     again = [*shlex.split(resume.removeprefix("resume with: ")), f"max_steps={summary['steps'] + 1}"]
-    resumed = subprocess.run(again, capture_output=True, text=True, check=False)
+    resumed = subprocess.run(again, capture_output=True, encoding="utf-8", check=False)
     assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((folder / "summary.json").read_text())["steps"] == summary["steps"] + 1
+    assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"] == summary["steps"] + 1
 
 
 def test_a_wrong_setting_is_one_line_before_torch_is_imported(small, tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "train.py"), *small, "model.n_embd=101"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert ended.returncode == 2
     (line,) = (line for line in ended.stderr.splitlines() if not line.startswith("import time:"))
     assert line.startswith("error: model.n_embd must be divisible by model.n_head=2, got 101")
@@ -77,7 +77,7 @@ def test_help_is_written_for_people(call):
 
 
 def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path):
-    (tmp_path / "my.txt").write_text("One story.\n<|endoftext|>\n" * 20)
+    (tmp_path / "my.txt").write_text("One story.\n<|endoftext|>\n" * 20, encoding="utf-8")
     proposed = call("prepare.py", "data=text", "data.path=my.txt").stderr
     (separator,) = shlex.split(re.findall(r"data\.separator=\S+", proposed)[0])
     prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
@@ -87,19 +87,23 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path)
 
 
 def test_prepared_token_files_are_trained_on_without_their_text_and_without_naming_their_tokenizer(call, tmp_path):
-    (tmp_path / "my.txt").write_text("".join(f"{i} is a line. " for i in range(999)))
+    (tmp_path / "my.txt").write_text("".join(f"{i} is a line. " for i in range(999)), encoding="utf-8")
     settings = ["data=text", "data.path=my.txt", "tokenizer=bpe", "tokenizer.vocab_size=270"]
     call("prepare.py", *settings)
     (tmp_path / "my.txt").unlink()
     (folder,) = (path for path in (tmp_path / "data/tokens").iterdir() if path.is_dir())
     settings = [f"data.{split}_bin={folder}/{split}.bin" for split in ("train", "val")]
     assert call("train.py", *settings, "hydra.run.dir=run", "max_steps=1").returncode == 0
-    summary, meta = (json.loads((path).read_text()) for path in (tmp_path / "run/summary.json", folder / "meta.json"))
+    summary, meta = (
+        json.loads((path).read_text(encoding="utf-8")) for path in (tmp_path / "run/summary.json", folder / "meta.json")
+    )
     assert (summary["tokenizer"], summary["corpus_sha256"]) == ("bpe", meta["sha256"])
 
 
 def test_training_finds_prepared_token_files(call, tmp_path):
-    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
+    (tmp_path / "my.jsonl").write_text(
+        "".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)), encoding="utf-8"
+    )
     settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
     prepared = call("prepare.py", *settings)
     output = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())

@@ -42,7 +42,9 @@ def documents(once, monkeypatch, tmp_path):
     """A working directory with a completed run, which is a sweep too."""
 
     def build(folder):
-        (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
+        (folder / "all.txt").write_text(
+            f"{string.printable}\n" * 200, encoding="utf-8"
+        )  # contains the characters of all prompts
         monkeypatch.chdir(folder)
         minigpt.train(["data.path=all.txt", *SHORT])
         (folder / "runs/sweeps").mkdir()
@@ -96,8 +98,8 @@ def write_own_parts():
     files = {"optimizer/sgd": optimizer, "schedule/halving": schedule, "callbacks/counting": callback}
     for name, text in files.items():
         Path("mine", name).parent.mkdir(parents=True)
-        Path("mine", f"{name}.yaml").write_text(text)
-    Path("my_code.py").write_text("\n".join(code))
+        Path("mine", f"{name}.yaml").write_text(text, encoding="utf-8")
+    Path("my_code.py").write_text("\n".join(code), encoding="utf-8")
 
 
 def test_every_make_target_exists():
@@ -147,7 +149,7 @@ def test_make_adds_a_recipe_to_arguments_that_bring_none(tmp_path, target):
     settings = ["VENV=venv", "PYTHON=none", "RECIPE=fast_cpu"]
     make = ["make", "-s", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), target, *settings]
     for given, added in ADDED.items():
-        done = subprocess.run([*make, f"ARGS={given}"], check=True, capture_output=True, text=True)
+        done = subprocess.run([*make, f"ARGS={given}"], check=True, capture_output=True, encoding="utf-8")
         before = added[target == "sweep"]
         assert done.stdout.splitlines() == ["scripts/train.py", *before, *shlex.split(given)], given
         assert done.stderr == ""

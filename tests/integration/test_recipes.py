@@ -55,7 +55,7 @@ def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
 
 def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, monkeypatch):
     """Of four steps with torch's Muon and AdamW, all in the warm-up, in float64."""
-    content = text.read_text()
+    content = text.read_text(encoding="utf-8")
     letters = sorted(set(content))
     train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
     config = {"block_size": 128, "n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False, "norm": "rmsnorm_noscale"}

@@ -54,7 +54,7 @@ def cluster():
     """SLURM on two hosts: a function that starts a command on one, by default on the controller."""
     with TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as name:  # the limit for a socket is 107 bytes
         folder = Path(name)
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder, cpus=os.cpu_count()))
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, cpus=os.cpu_count()), encoding="utf-8")
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         env = {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHONPATH": str(ROOT / "tests")}
@@ -102,7 +102,7 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(cluster, small, train
     finish(cluster("scancel", "--signal=USR2", "--user=root"))  # submitit's preemption signal
     finish(sweep)
     (run, _) = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
-    logs = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
+    logs = [file.read_text(encoding="utf-8") for file in (run.folder.parent / ".submitit").glob("*/*.out")]
     assert [log.count("Starting") for log in logs] == [2, 2]
     assert_equal_weights(run.folder, trained(*HELD[:2], "seed=7"))
 
@@ -120,10 +120,10 @@ def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with
         *start, folder = run.split()
         options = [word for word in start if not word.startswith("trainer")]
         lines.append(" ".join([*options, *TRAIN, *small, *(start[len(options) :]), f"hydra.run.dir={folder}"]))
-    file.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]))
+    file.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]), encoding="utf-8")
     job = finish(cluster("sbatch", "--parsable", "--ntasks=2", "--nodes=2", "--export=ALL", str(file))).strip()
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
-    log = Path(f"{file}.log").read_text()
+    log = Path(f"{file}.log").read_text(encoding="utf-8")
     assert [read_summary(tmp_path / name).get("world_size") for name in ("one", "two", "step")] == [1, 2, 1], log
     assert_equal_weights(tmp_path / "one", trained())
     assert_equal_weights(tmp_path / "step", trained())
@@ -139,12 +139,12 @@ srun {train} resume=auto hydra.run.dir={folder}
 def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(cluster, small, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "job.sh"
     ranks = [*small, *HELD[:2], "trainer=ddp", "trainer.accelerator=cpu"]
-    file.write_text(JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder))
+    file.write_text(JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder), encoding="utf-8")
     job = finish(cluster("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", str(file))).strip()
     wait_until(lambda: (folder / "metrics.csv").exists())
     finish(cluster("scancel", "--signal=USR1", job))
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
-    log, summary = Path(f"{folder}.log").read_text(), read_summary(folder)
+    log, summary = Path(f"{folder}.log").read_text(encoding="utf-8"), read_summary(folder)
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 20, 2), log
     assert log.count("interrupted by SIGUSR1") == 1
     train_on_ranks([[*ranks, "trainer.devices=2", f"hydra.run.dir={tmp_path}/uninterrupted"]])

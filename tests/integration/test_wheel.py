@@ -22,7 +22,7 @@ NO_ISOLATION = ["--no-build-isolation"] if int(version("setuptools").partition("
 
 def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
     words = list(map(str, command))
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,7 +41,7 @@ def built(once: Callable[..., Path]) -> Path:
         output(sys.executable, "-m", "venv", "--without-pip", venv)
         (packages,) = venv.glob("lib/python*/site-packages")
         # The .pth files in that folder, as of an editable install of the clone, have no effect.
-        (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
+        (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")
         output(*pip, venv / "bin/python", "install", "--no-deps", *folder.glob("*.whl"))
 
     return once("wheel", build)
@@ -63,7 +63,9 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     def shell(line: str, *arguments: str) -> Any:
         return output(*shlex.split(line), *arguments, cwd=tmp_path, env=env)
 
-    (tmp_path / "my.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
+    (tmp_path / "my.txt").write_text(
+        f"{string.printable}\n" * 200, encoding="utf-8"
+    )  # contains the characters of all prompts
     train, sample = map(shlex.join, commands("minigpt"))
     trained = shell(train, *SHORT, "data.path=my.txt")
     assert {path.name for path in tmp_path.iterdir()} == {"my.txt", "data", "runs"}
@@ -74,7 +76,7 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
         assert shell(command, "--max-new-tokens", "5")
     assert "folder           data/tokens/my.txt-" in shell("minigpt prepare data=text data.path=my.txt tokenizer=byte")
     assert "MiniGPTForCausalLM" in shell("minigpt export --to huggingface --out runs/exported")
-    assert "class GPT(" in (tmp_path / "runs/exported/modeling_minigpt.py").read_text()
+    assert "class GPT(" in (tmp_path / "runs/exported/modeling_minigpt.py").read_text(encoding="utf-8")
     shell("minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic", *SHORT, "data.path=my.txt")
     assert shell("minigpt sweep-report").count("completed") == 2
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()

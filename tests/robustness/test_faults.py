@@ -42,7 +42,7 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     with open(folder / "samples.txt", "a", encoding="utf-8") as file:
         file.write(torn)
     train(*settings, "resume=auto")
-    assert (folder / "samples.txt").read_text() == (whole / "samples.txt").read_text()
+    assert (folder / "samples.txt").read_text(encoding="utf-8") == (whole / "samples.txt").read_text(encoding="utf-8")
 
 
 def test_weights_and_biases_gets_the_results_of_a_whole_run(

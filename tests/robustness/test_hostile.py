@@ -230,7 +230,7 @@ def test_a_script_rejects_hostile_files_with_one_line(script: str, launch: Calla
         found = list({row[1]: row for row in found}.values())
     for number, (_, _, content) in enumerate([*found, ("", "", changed())]):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
-    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
     *files, intact = (f"{number}.safetensors" for number in range(len(found) + 1))
     done = launch(f"{tmp_path}/child.py", str(MEMORY), str(SCRIPTS / script), intact, *files, cwd=tmp_path)
     results = [json.loads(line) for line in done.stdout.splitlines()]

@@ -78,7 +78,7 @@ def run(request, given, tmp_path_factory):
         world=len(ranks),
         rel=1e-4 if request.param == "fsdp" else 1e-9,
         rows=table(folder / "metrics.csv"),
-        summary=json.loads((folder / "summary.json").read_text()),
+        summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         wall=time.perf_counter() - began,
         command=" ".join([str(SCRIPTS / "train.py"), *command]),
     )
@@ -159,7 +159,9 @@ def test_a_summary_is_what_was_measured(run, loop):
     seconds, wall = run.summary["seconds"], run.summary["wall_seconds"]
     assert float([row["seconds"] for row in run.rows if row["seconds"]][-1]) <= seconds < wall < run.wall
     commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
-    git = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) for command in commands]
+    git = [
+        subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False) for command in commands
+    ]
     commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
     assert run.summary["device"].startswith("cpu, ")
     assert list(run.summary["originality"]) == ["final_sample", "generated_text", "validation_text"]
@@ -214,7 +216,7 @@ def test_a_validation_loss_that_is_nan_ends_the_run(given, tmp_path):
     diverging = ["max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"]
     with pytest.raises(RunError, match="at step 1 "):
         minigpt.train([*given, *diverging, f"hydra.run.dir={tmp_path}/run"])
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
 
 

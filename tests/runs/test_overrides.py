@@ -109,7 +109,7 @@ def test_a_reference_in_a_text_is_text():
 
 @pytest.mark.slow
 def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(call, text, tmp_path):
-    (tmp_path / "texts.txt").write_text(text.read_text().replace("\n", "${seed}"))
+    (tmp_path / "texts.txt").write_text(text.read_text(encoding="utf-8").replace("\n", "${seed}"), encoding="utf-8")
     (tmp_path / "mine/callbacks").mkdir(parents=True)
     (tmp_path / "mine/callbacks/asking.yaml").write_text(
         "defaults: [default, _self_]\nsamples: {prompt: 'cost: ${seed}', max_new_tokens: 1}\n"
@@ -127,14 +127,14 @@ def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
         assert ended.returncode == 0, ended.stderr
         if folder == "run":
             continue
-        samples = (tmp_path / folder.strip() / "samples.txt").read_text()
+        samples = (tmp_path / folder.strip() / "samples.txt").read_text(encoding="utf-8")
         assert samples.count("\ncost: ${seed}") == 2
         last = read(tmp_path / folder.strip() / LAST)["minigpt"]["config"]
         assert (last["data"]["separator"], last["callbacks"]["samples"]["prompt"]) == ("${seed}", "cost: ${seed}")
-    recorded = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    recorded = json.loads((tmp_path / "sweep/sweep.json").read_text(encoding="utf-8"))
     assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
-    assert json.loads(meta.read_text())["train"]["documents"] > 300
+    assert json.loads(meta.read_text(encoding="utf-8"))["train"]["documents"] > 300
 
 
 def test_none_of_python_is_null_but_in_a_prompt():
@@ -180,9 +180,11 @@ def test_the_advice_for_a_number_of_the_environment_can_be_pasted(given, call, t
     monkeypatch.setenv("RATE", "0.25")
     line = one_line(call("train.py", f"optimizer.lr=${{{given}}}"))
     in_shell, in_file = re.search("it is a text; write (.+) in a shell, or lr: (.+) in a file", line).groups()
-    words = subprocess.run(["bash", "-c", f"printf '%s' {in_shell}"], capture_output=True, text=True, check=True)
+    words = subprocess.run(["bash", "-c", f"printf '%s' {in_shell}"], capture_output=True, encoding="utf-8", check=True)
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\noptimizer:\n  lr: {in_file}\n")
+    (tmp_path / "experiment/mine.yaml").write_text(
+        f"# @package _global_\noptimizer:\n  lr: {in_file}\n", encoding="utf-8"
+    )
     for overrides in ([words.stdout], [f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"]):
         assert composed(*complete_overrides(overrides)).optimizer.lr == 0.25
 
@@ -193,7 +195,9 @@ def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):
     assert complete_overrides(line) == [*line, *groups, *added]
     (tmp_path / ".hydra").mkdir()
     for began_with in ([], added[1:], added):
-        (tmp_path / ".hydra/overrides.yaml").write_text("".join(f"- {text}\n" for text in ["seed=1", *began_with]))
+        (tmp_path / ".hydra/overrides.yaml").write_text(
+            "".join(f"- {text}\n" for text in ["seed=1", *began_with]), encoding="utf-8"
+        )
         given = [*line, f"hydra.run.dir={tmp_path}", "resume=auto"]
         assert complete_overrides(given)[3:] == groups + began_with
 
@@ -222,7 +226,7 @@ seed: 7
 def own_files(tmp_path):
     for name, content in OWN_FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
     (tmp_path / "mine/schedule/flat.yaml").write_text("_target_: parts_of_a_test.flat\nto: 0.5\n")
     code = "import torch\ndef sgd(model, lr):\n    return torch.optim.SGD(model.parameters(), lr)\n"
     code += "def flat(step, *, max_steps, to):\n    return to\n"
-    (tmp_path / "parts_of_a_test.py").write_text(code)
+    (tmp_path / "parts_of_a_test.py").write_text(code, encoding="utf-8")
     line = ["--config-dir", "mine", "optimizer=sgd", "schedule=flat", "max_steps=2"]
     assert call("train.py", *line, "hydra.run.dir=run").returncode == 0
     assert {float(row["learning_rate"]) for row in table(tmp_path / "run/metrics.csv") if row["learning_rate"]} == {

@@ -53,7 +53,7 @@ def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsy
     expected = "training    10 steps from step 10 at learning rate 0.005, "  # half way from 0.01 to 0
     warnings = [text for text in err.splitlines() if text.startswith("warning: ")]
     assert [text.split()[1] for text in warnings] == ["optimizer.lr", "max_steps"]
-    log = (run.folder / "log.txt").read_text().splitlines()
+    log = (run.folder / "log.txt").read_text(encoding="utf-8").splitlines()
     assert [log.count(text) for text in warnings] == [1, 1]
     assert any(text.startswith(expected) for text in log)
     assert column(run.folder, "learning_rate")[-2] == pytest.approx(0.01 * (1 - 14 / 20))  # of step 15

@@ -67,7 +67,7 @@ def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file
     (folder / file).write_text("precious")
     with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), run_dir.lock_run_dir(folder):
         (folder / file).write_text("overwritten")
-    assert (folder / file).read_text() == "precious"
+    assert (folder / file).read_text(encoding="utf-8") == "precious"
 
 
 def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_path):
@@ -86,7 +86,7 @@ def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_pat
     finished_run(tmp_path / "own", "run")
     assert not (tmp_path / "latest").is_symlink()
     assert (tmp_path / "own/latest").resolve() == tmp_path / "own/release"
-    assert (tmp_path / "archive/latest").read_text() == "a file of the user"
+    assert (tmp_path / "archive/latest").read_text(encoding="utf-8") == "a file of the user"
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(train, tmp_path, monkeypatch):
@@ -194,7 +194,7 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
 def test_a_file_of_the_longest_name_is_written(tmp_path, name):
     with atomic_write(tmp_path / name) as partial:
         partial.write_text("fox")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "fox")]
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, "fox")]
 
 
 def test_metrics_are_read_as_they_were_written(tmp_path):
@@ -211,7 +211,7 @@ def test_metrics_are_read_as_they_were_written(tmp_path):
         for name, value in metrics.items():
             expected.setdefault(name, []).append((step, value))
         assert read_metrics(file) == expected  # on disk as soon as it is measured
-    assert len(file.read_text().splitlines()) == 6  # one header
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 6  # one header
 
 
 LINES = ("two\nlines", "two\r\nlines", "mac\rline")
@@ -232,7 +232,7 @@ def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
     with open(file, newline="", encoding="utf-8") as opened:
         assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [0.5, 1.0, 1.5]
     assert pandas.read_csv(file)[name].dropna().tolist() == [0.5, 1.0, 1.5]
-    with open(file, "a") as opened:
+    with open(file, "a", encoding="utf-8") as opened:
         opened.write('3,"')  # of a killed run
     assert read_metrics(file) == expected
     truncate_metrics(file, 2)
@@ -276,7 +276,7 @@ def test_a_short_run_has_its_best_loss_in_the_legend_where_no_frame_cuts_it(tmp_
 def test_the_summary_is_written_as_json(tmp_path):
     summary = {"best_val_loss": 2.55, "best_step": 50, "status": "completed", "checkpoint": None}
     run_dir.write_summary(tmp_path, summary)
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
     assert run_dir.completed_summary(tmp_path, 100, 100) == summary
     assert run_dir.completed_summary(tmp_path, 99, 100) is None
@@ -298,7 +298,7 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_per_validation_elsewhere(tmp
     progress.log({"val_loss": 3.2}, 10)
     out, drawn = capsys.readouterr()
     assert "loss 3.000, val 3.2000, 12,346 tokens/s" in drawn
-    line = (tmp_path / "log.txt").read_text()
+    line = (tmp_path / "log.txt").read_text(encoding="utf-8")
     assert line == "step 10/20  loss 3.000, val 3.2000, 12,346 tokens/s\n"
     assert (out, line in drawn) == ("", not terminal)
     progress.bar.close()

@@ -71,7 +71,7 @@ def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(tra
         assert curve == {int(row["step"]): pytest.approx(float(row[name])) for row in metrics if row[name]}
     ((_, text),) = read_samples(tmp_path / "run")
     (sample,) = tmp_path.glob("run/wandb/latest-run/files/media/html/samples_*.html")
-    assert escape(text) in sample.read_text()
+    assert escape(text) in sample.read_text(encoding="utf-8")
     assert '"n_embd"' in json.dumps(contents(records, "config"))
     summary = read_summary(tmp_path / "run")
     for wanted in (summary["corpus_sha256"], "best_val_loss", "failed"):
@@ -187,7 +187,7 @@ def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(tmp_pat
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         (tmp_path / "wandb").mkdir()
         if source == "file":  # as `wandb offline` and `wandb disabled` write it
-            (tmp_path / "wandb/settings").write_text(f"[default]\nmode = {mode}\n")
+            (tmp_path / "wandb/settings").write_text(f"[default]\nmode = {mode}\n", encoding="utf-8")
         else:
             monkeypatch.setenv("WANDB_MODE", mode)
         logger = wandb_logger(tmp_path / "run", timeout=10)
@@ -277,7 +277,7 @@ def test_the_id_of_a_run_belongs_to_one_folder(tmp_path):
     assert [start("runs/copy"), start("runs/a")] == [copied, first]
     # A copy uploads its own parts only.
     command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(tmp_path / "runs/copy/wandb")]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    output = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
     assert (output.count(f"run-{copied}"), output.count("fox")) == (2, 0)
 
     (tmp_path / "runs").rename(tmp_path / "moved")
@@ -321,7 +321,7 @@ def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):
             (folder / "run-abc.wandb").touch()
     for parts in (2, 6):
         command = sync_command(sweep).replace("wandb sync", f"{sys.executable} -m wandb sync --dry-run")
-        output = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+        output = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, encoding="utf-8", check=True)
         assert output.stderr.count("offline-run-") == parts
         (sweep / "sweep.json").touch()
 

@@ -60,8 +60,8 @@ def composers(tmp_path_factory):
     """Return Hydra's composition without its own node, ours, and the configuration of the sweep."""
     folder = tmp_path_factory.mktemp("mine")
     (folder / "experiment").mkdir()
-    (folder / "experiment/mine.yaml").write_text(MINE)
-    (folder / "experiment/of_hydra.yaml").write_text(OF_HYDRA)
+    (folder / "experiment/mine.yaml").write_text(MINE, encoding="utf-8")
+    (folder / "experiment/of_hydra.yaml").write_text(OF_HYDRA, encoding="utf-8")
     overrides = [f"hydra.searchpath=[file://{folder}]", "hydra.sweep.dir=x", "seed=range(1,9)"]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra

@@ -45,7 +45,7 @@ def test_a_sweep_without_standard_streams_writes_the_output_of_its_jobs(tmp_path
     first = 1 if closed == 1 else 0  # only stdout, or all three
     done = subprocess.run(command, cwd=ROOT, preexec_fn=lambda: os.closerange(first, first + closed))
     assert done.returncode == 0
-    assert log.read_text() == "trained\n"
+    assert log.read_text(encoding="utf-8") == "trained\n"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ OWN_LINE += ["max_steps=2", "eval_every=2", "log_every=1", "hydra.sweep.dir=swee
 def own_files(tmp_path):
     for name, content in OWN_FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
 
 
 def check_jobs_of_own_files(sweep):
@@ -190,7 +190,9 @@ def check_jobs_of_own_files(sweep):
         assert recorded.keys() == composed.keys()
         assert all(repr(recorded[key]) == repr(value) or "${" in str(value) for key, value in composed.items())
         assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {"0.25"}
-        assert "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text() or ema_decay == 0.25
+        assert (
+            "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text(encoding="utf-8") or ema_decay == 0.25
+        )
 
 
 @pytest.mark.usefixtures("own_files")
@@ -200,7 +202,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
 
     def run(self, job):
         file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(file.read_text().replace("0.25", "0.125") + "seed: 5\n")
+        file.write_text(file.read_text(encoding="utf-8").replace("0.25", "0.125") + "seed: 5\n", encoding="utf-8")
         jobs.append(pickle.loads(pickle.dumps(job)))
         jobs[-1]()
         assert "RATE" not in os.environ
@@ -245,7 +247,7 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
 def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
     if launcher == "basic":  # which has no n_jobs
         file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(file.read_text().replace("  launcher: {n_jobs: 1}\n", ""))
+        file.write_text(file.read_text(encoding="utf-8").replace("  launcher: {n_jobs: 1}\n", ""), encoding="utf-8")
     swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
     check_jobs_of_own_files(tmp_path / "sweep")
@@ -269,7 +271,7 @@ def test_runs_on_one_and_two_devices_in_one_worker_have_a_port_each(launch, tmp_
     assert result.returncode == 0, result.stderr
     runs = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert [read_summary(run.folder)["world_size"] for run in runs] == [1, 2]
-    assert "ignored" not in (runs[1].folder / "log.txt").read_text()  # variables of the first run
+    assert "ignored" not in (runs[1].folder / "log.txt").read_text(encoding="utf-8")  # variables of the first run
     assert runs[0].loss(NATS) == pytest.approx(runs[1].loss(NATS))
 
 
@@ -292,7 +294,7 @@ def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_poin
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     ran, skipped = read_sweep(sweep)
     assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
-    printed = (ran.folder / "log.txt").read_text()
+    printed = (ran.folder / "log.txt").read_text(encoding="utf-8")
     assert (printed.count("step 4/4"), printed.count("rerun")) == (1, 0)
     config = OmegaConf.load(ran.folder / ".hydra/config.yaml")
     assert (config.seed, config.optimizer.betas) == (77, [0.5, 0.75])
@@ -316,11 +318,11 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_pat
     points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
     assert (points["0.001"].status, points["1e+30"].status) == (COMPLETED, "failed")
     assert "the loss is nan at step" in swept.stdout
-    assert "step 10/10" in (points["0.001"].folder / "log.txt").read_text()
+    assert "step 10/10" in (points["0.001"].folder / "log.txt").read_text(encoding="utf-8")
 
 
 def test_the_sweep_file_of_weights_and_biases_has_valid_settings_and_the_metric_of_a_run(finished):
-    file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text())
+    file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text(encoding="utf-8"))
     *start, arguments = file["command"]
     assert (start[:5], arguments) == (["${env}", "${interpreter}", "-m", "minigpt", "train"], "${args_no_hyphens}")
     values = {name: of["values"][0] if "values" in of else of["max"] for name, of in file["parameters"].items()}

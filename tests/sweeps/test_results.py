@@ -32,10 +32,10 @@ FILES = {"sweep.csv", "sweep.md", "sweep.png", "runs.csv"}
 def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, params=1000, speed=100.0, **summary):
     """Write the folder of a run: a validation every 10 steps; no summary if its status is None."""
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(list(overrides)))  # YAML, too
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(list(overrides)), encoding="utf-8")  # YAML, too
     given = (override.lstrip("+").partition("=") for override in overrides)
     settings = {key: int(value) if value.isdecimal() else value for key, _, value in given}
-    (folder / ".hydra" / "config.yaml").write_text(json.dumps(settings))
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     steps = 10 * len(losses)
     lines = ["step,tokens,seconds,train_loss,val_loss,val_bits_per_byte,tokens_per_second,flops_per_second"]
     for step, loss in zip(range(10, steps + 1, 10), losses, strict=True):
@@ -43,12 +43,12 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, para
         lines.append(f"{step},{tokens},{tokens / speed},{loss + 0.1},,,{speed},{6 * params * speed}")
         lines.append(f"{step},,,,{loss},{bits},,")
     if losses:
-        (folder / "metrics.csv").write_text("\n".join([*lines, ""]))
+        (folder / "metrics.csv").write_text("\n".join([*lines, ""]), encoding="utf-8")
     values = {"status": "completed", "best_val_loss": min(losses, default=None), "params": params, "steps": steps}
     values |= {"tokens": steps * TOKENS, "flops": 6 * params * steps * TOKENS, "seconds": steps * TOKENS / speed}
     values |= {"tokens_per_second": speed, **summary}
     if values["status"]:
-        (folder / "summary.json").write_text(json.dumps(values))
+        (folder / "summary.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
 
 
@@ -87,7 +87,9 @@ def printed(capsys):
 
 @pytest.fixture
 def no_plot(monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot", encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("missing", [None, "summary.json", "metrics.csv"])
@@ -95,7 +97,7 @@ def test_a_point_has_the_measurements_of_its_run_from_either_file(tmp_path, caps
     bits = 1 / math.log(2)  # of the best validation, with two bytes per token
     measured = {"losses": (3.0, 2.0, 2.5), "bytes_per_token": 2.0, "params": 50, "speed": 128.0}
     folder = run_folder(tmp_path / "0", "seed=1", best_val_bits_per_byte=bits, **measured)
-    with open(folder / "metrics.csv", "a") as file:
+    with open(folder / "metrics.csv", "a", encoding="utf-8") as file:
         file.write("40,2560,0.3,1.")  # a line that is not complete yet
     if missing:
         (folder / missing).unlink()
@@ -217,7 +219,9 @@ def test_rows_of_noisy_runs_are_compared_and_those_of_diverged_ones_are_not(tmp_
         trained[-1] = 1.3 * trained.min()
         run_folder(tmp_path / f"{i}", f"optimizer.lr={rate}", f"seed={seed}", losses=(level[-1] + seed / 100,))
         lines = ["step,train_loss,val_loss", *(f"{step},{loss}," for step, loss in enumerate(trained, 1))]
-        (tmp_path / f"{i}/metrics.csv").write_text("\n".join([*lines, f"200,,{level[-1] + seed / 100}\n"]))
+        (tmp_path / f"{i}/metrics.csv").write_text(
+            "\n".join([*lines, f"200,,{level[-1] + seed / 100}\n"]), encoding="utf-8"
+        )
     points = read_sweep(tmp_path)
     assert [point.diverged for point in points] == [False] * 6 + [True] * 3
     text = " ".join(answer(ranked(points)))
@@ -255,9 +259,9 @@ def planned(**claim):
 @pytest.mark.parametrize("damage", ["{", '{"points": []}', planned(folder="../0"), planned(overrides=[1])])
 def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     run_folder(tmp_path / "0")
-    (tmp_path / "sweep.json").write_text(planned())
+    (tmp_path / "sweep.json").write_text(planned(), encoding="utf-8")
     assert read_sweep(tmp_path)[0].status == "completed"
-    (tmp_path / "sweep.json").write_text(damage)
+    (tmp_path / "sweep.json").write_text(damage, encoding="utf-8")
     with pytest.raises(UserError, match=r"sweep\.json is damaged .*; remove it"):
         read_sweep(tmp_path)
 
@@ -312,7 +316,7 @@ def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_th
     for i, rate in enumerate(("optimizer.lr=1e-2", "optimizer.lr=0.01", "++optimizer.lr=0.01", "model.n_head=2")):
         folder = run_folder(tmp_path / f"{i}", rate, losses=(2.0 + i,))
         settings = {"optimizer": {"lr": 0.01 if i < 3 else 0.003}, "model": {"n_head": 2}, "seed": i, "resume": None}
-        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     points = read_sweep(tmp_path)
     assert shown(points) == [
         ({"optimizer.lr": "1e-2"}, ["0", "1", "2"], [2.0, 3.0, 4.0]),
@@ -326,7 +330,7 @@ def test_equal_overrides_with_different_configurations_are_different_rows(tmp_pa
     for name, steps, path in (("0", 20, None), ("1", 40, None), ("2", 20, "runs/a")):
         folder = run_folder(tmp_path / name, f"model.n_head={'2.0' if steps == 40 else '2'}")  # in two ways
         settings = {"model": {"n_head": 2}, "max_steps": steps, "resume": path, "pause_at": int(name), "seed": 1}
-        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     expected = [{"max_steps": "20"}, {"max_steps": "40"}, {"max_steps": "20", "resume": "runs/a"}]
     assert [{k: v for k, v in row[0].items() if k != "model.n_head"} for row in shown(read_sweep(tmp_path))] == expected
 
@@ -407,7 +411,7 @@ def test_runs_of_older_versions_do_not_record_the_environment_and_are_averaged_w
     for seed, lr in enumerate(("${oc.decode:${oc.env:LR}}", "${oc.decode:${oc.env:LR}}", "${rate}", 0.5)):
         folder = run_folder(tmp_path / f"{seed}", f"seed={seed}")
         settings = {"optimizer": {"lr": lr}, "rate": 0.5, "seed": seed}
-        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     points = read_sweep(tmp_path)
     assert [[point.seed for point in row.points] for row in ranked(points)] == [["0"], ["1"], ["2", "3"]]
     warnings = capsys.readouterr().err.splitlines()
@@ -529,15 +533,15 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     evil = "\x1b[31m\x07\x9b1m\u202e<img src=x>![a](b)|`c`"
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
         run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{evil}", reason=reason)
-    (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
+    (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n", encoding="utf-8")
     code = f"!!python/object/apply:os.system [touch {tmp_path}/canary]"
-    (run_folder(tmp_path / "2") / ".hydra/overrides.yaml").write_text(code)
+    (run_folder(tmp_path / "2") / ".hydra/overrides.yaml").write_text(code, encoding="utf-8")
     report([tmp_path])
     with pytest.raises(UserError) as raised:
         report([tmp_path], along=evil)
     out, err = capsys.readouterr()
     assert r"\x1b[31m\x07\x9b1m\u202e" in out
-    text = (tmp_path / "sweep.md").read_text()
+    text = (tmp_path / "sweep.md").read_text(encoding="utf-8")
     for output in (out, err, str(raised.value), text):
         assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
@@ -644,9 +648,9 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     report(folders, out=Path("out"))
     assert {path.name for path in Path("out").iterdir()} == FILES
     assert [Path(row["folder"]).parts[-2:] for row in table("out/runs.csv")] == [("b", "0"), ("c", "0"), ("a", "0")]
-    assert Path("out/sweep.md").read_text().startswith("# 4 sweeps\n")
+    assert Path("out/sweep.md").read_text(encoding="utf-8").startswith("# 4 sweeps\n")
     report([tmp_path / "a/0", tmp_path / "c/0"], out=Path("runs"))
-    assert Path("runs/sweep.md").read_text().startswith("# 2 runs\n")
+    assert Path("runs/sweep.md").read_text(encoding="utf-8").startswith("# 2 runs\n")
 
 
 @pytest.mark.parametrize("columns", [80, 200])

@@ -65,7 +65,9 @@ class Engine:
             nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)  # per bit per byte
             lines = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
             (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
-            (point.folder / "metrics.csv").write_text("".join(["step,val_loss,val_bits_per_byte\n", *lines]))
+            (point.folder / "metrics.csv").write_text(
+                "".join(["step,val_loss,val_bits_per_byte\n", *lines]), encoding="utf-8"
+            )
             (point.folder / "summary.json").unlink(missing_ok=True)
             if killed:
                 raise KeyboardInterrupt
@@ -332,9 +334,9 @@ def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(plan,
     with pytest.raises(UserError, match=r"sweep that differs in optimizer\.lr \(0\.002 there, 0\.2 now\); choose"):
         plan(*line, "seed=1,2,3,4")
     monkeypatch.setenv("LR", "0.002")
-    old = json.loads((plan_file := sweeper.folder / "sweep.json").read_text())
+    old = json.loads((plan_file := sweeper.folder / "sweep.json").read_text(encoding="utf-8"))
     old["settings"]["optimizer.lr"] = "${oc.decode:${oc.env:LR}}"  # of an older version
-    plan_file.write_text(json.dumps(old))
+    plan_file.write_text(json.dumps(old), encoding="utf-8")
     with pytest.raises(UserError, match=r"differs in optimizer\.lr \(\$\{oc\.decode:\S+ there, 0\.002 now"):
         plan(*line, "seed=1,2,3,4")
 
@@ -383,9 +385,9 @@ def test_a_disk_without_locks_is_one_line(call, line, monkeypatch):
 
 def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
     line = ["seed=1,2", f"data.path={tmp_path}/mine.txt"]
-    (tmp_path / "mine.txt").write_text(text.read_text())
+    (tmp_path / "mine.txt").write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     plan(*line)
-    (tmp_path / "mine.txt").write_text(text.read_text().replace("fox", "cat"))
+    (tmp_path / "mine.txt").write_text(text.read_text(encoding="utf-8").replace("fox", "cat"), encoding="utf-8")
     with pytest.raises(UserError, match=r"seed=1 was trained on another text or from other weights; choose another"):
         plan(*line, "resume=auto")
 
@@ -445,7 +447,7 @@ def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
     plan(*line)
     file, long = tmp_path / "sweep/sweep.json", "訓" * 119
     for i, name in enumerate(("field=other,seed=1", "field=other,seed=2")):
-        file.write_text(file.read_text().replace(name, f"{long}{i}"))
+        file.write_text(file.read_text(encoding="utf-8").replace(name, f"{long}{i}"), encoding="utf-8")
     resumed = plan(*line, "resume=auto")
     assert [config.seed for config in resumed.engine.configs] == [1, 2]
     assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
@@ -652,7 +654,7 @@ def start(text, tmp_path):
 
     def run(*arguments, held=""):
         (tmp_path / "held").unlink(missing_ok=True)
-        (tmp_path / "hold").write_text(held)
+        (tmp_path / "hold").write_text(held, encoding="utf-8")
         env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
         line = [*small_run(text, tmp_path / "data", *arguments), "+callbacks.hold._target_=hold.Hold"]
         line += ["hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep"]
@@ -679,13 +681,13 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     good, bad = ([f"n_embd=32,lr={rate},seed={seed}" for seed in (1, 2)] for rate in rates)
     line = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30", "seed=1,2", "hydra.launcher.n_jobs=2"]
     sweep = start(*line, held=good[0])
-    os.kill(int((tmp_path / "held").read_text()), signal.SIGKILL)
+    os.kill(int((tmp_path / "held").read_text(encoding="utf-8")), signal.SIGKILL)
     assert ended(sweep) == 1, sweep.stderr
     killed = "its process was killed (SIGKILL), possibly out of memory"
     files = {f"sweep.{ending}" for ending in ("csv", "json", "md", "png")} | {"runs.csv", ".lock"}
     assert {path.name for path in folder.iterdir()} == {*good, *bad, *files}
     assert read_summary(folder / good[0]) == {"status": "failed", "reason": killed}
-    points = json.loads((folder / "sweep.json").read_text())["points"]
+    points = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["points"]
     assert [point["status"] for point in points] == ["skipped"] * 4 + ["failed", "completed", "failed", "failed"]
 
     # stderr has skipped points, the number of runs, one line per run, the failure, and no output of jobs.
@@ -698,7 +700,7 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     assert lines[10:] == ["error: 3 of 8 runs failed; the table has the reasons"]
 
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
-    assert (folder / good[1] / "log.txt").read_text().count("step 20/20") == 1
+    assert (folder / good[1] / "log.txt").read_text(encoding="utf-8").count("step 20/20") == 1
     assert rows(folder / good[1]) == rows(train("optimizer.lr=1e-3", "seed=2").folder)
 
 
@@ -712,7 +714,7 @@ def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_i
     reported = launch("sweep_report.py", "sweep", cwd=tmp_path)
     assert (reported.returncode, reported.stderr) == (0, "")
     by_hand = train("seed=2", folder=folder / "seed=2").summary
-    os.kill(int((tmp_path / "held").read_text()), signal.SIGTERM)
+    os.kill(int((tmp_path / "held").read_text(encoding="utf-8")), signal.SIGTERM)
     assert ended(sweep) == 1, sweep.stderr
     assert [point.status for point in read_sweep(folder)] == ["interrupted", COMPLETED, COMPLETED]
     assert read_summary(folder / "seed=2").items() <= by_hand.items()
@@ -743,7 +745,9 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert {path: path.stat().st_mtime_ns for path in files} == files  # completed runs are not touched
     assert [(row["seeds"], row["status"]) for row in table(folder / "sweep.csv")] == [("3", COMPLETED)]
     assert rows(folder / "seed=2") == rows(train("seed=2").folder)  # a resumed run equals an uninterrupted one
-    assert (folder / "seed=2" / "log.txt").read_text().count("step 10/20") == 1  # and did not begin anew
+    assert (folder / "seed=2" / "log.txt").read_text(encoding="utf-8").count(
+        "step 10/20"
+    ) == 1  # and did not begin anew
 
     # Weights & Biases has a run per job, and one for the summary.
     for name, tags in {"seed=2": [], "seed=3": [], "": ["summary"]}.items():
@@ -752,7 +756,7 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
         assert set(started["tags"]) == {"fox", "sweep", *tags}
     assert "The lowest mean loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
     assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
-    logged = [json.loads(file.read_text()) for file in (folder / "wandb").rglob("*.table.json")]
+    logged = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "wandb").rglob("*.table.json")]
     rows_of, runs_of = sorted(logged, key=lambda each: "folder" in each["columns"])
     seeds, *of_run = rows_of["columns"].index("seeds"), *map(runs_of["columns"].index, ("seed", "val_loss"))
     losses = [[seed, read_summary(folder / f"seed={seed}")["best_val_loss"]] for seed in (1, 2, 3)]

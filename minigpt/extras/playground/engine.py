@@ -346,7 +346,7 @@ def memory(device: torch.device) -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         with suppress(OSError, ValueError):  # "max": no limit
-            total = min(total, int(Path("/sys/fs/cgroup", limit).read_text()))
+            total = min(total, int(Path("/sys/fs/cgroup", limit).read_text(encoding="utf-8")))
     return total
 
 

@@ -62,7 +62,7 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_
     first = "Llama" if first == "Qwen2" else first  # with a tokenizer that is not Qwen2's
     assert architecture.startswith(first) or not any(known.startswith(first) for known in CLASSES)
     assert theirs.get_input_embeddings().weight.shape == ours.wte.weight.shape
-    assert f" with {theirs.num_parameters():,} parameters" in (tmp_path / "model/README.md").read_text()
+    assert f" with {theirs.num_parameters():,} parameters" in (tmp_path / "model/README.md").read_text(encoding="utf-8")
     T = ours.config.block_size
     tokens = torch.randint(0, 101, (3, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_
     theirs.save_pretrained(tmp_path / "theirs")  # loaded and exported again, it has equal bits
     config, weights = export_model(load_folder(tmp_path / "theirs"))
     assert_close(weights, load_file(tmp_path / "model/model.safetensors"), rtol=0, atol=0)
-    assert config.items() <= json.loads((tmp_path / "model/config.json").read_text()).items()
+    assert config.items() <= json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8")).items()
 
 
 def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
@@ -142,7 +142,7 @@ def test_an_export_of_its_own_class_is_read_without_its_code(tmp_path, call):
     ours = random_model(smear=2, ngram=3, ngram_buckets=50, qk_norm=True, qk_norm_weights=True, dropout=0.1)
     in_transformers(ours, tmp_path)
     folder, run = tmp_path / "model", tmp_path / "model.safetensors"
-    (folder / "modeling_minigpt.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "modeling_minigpt.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
     pretrained = find_pretrained(str(folder))
     tokens = torch.arange(40)[None]
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_an_export_of_its_own_class_is_read_without_its_code(tmp_path, call):
         both = [json.loads(call("sample.py", str(source), *flags).stdout) for source in (folder, run)]
         assert both[0]["tokens"] == both[1]["tokens"]
     assert not (tmp_path / "ran").exists()
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for values, message in (
         ({"new_setting": 3}, "unknown model setting new_setting; made by another version of minigpt?"),
         ({"smear": -1}, "smear must be "),
@@ -162,7 +162,7 @@ def test_an_export_of_its_own_class_is_read_without_its_code(tmp_path, call):
         ({"n_layer": 3}, "the weight model.blocks.2."),
         ({"n_embd": 64}, "size mismatch"),
     ):
-        (folder / "config.json").write_text(json.dumps(config | values))
+        (folder / "config.json").write_text(json.dumps(config | values), encoding="utf-8")
         result = call("sample.py", str(folder))
         assert (result.returncode, result.stdout) == (2, "")
         assert message in result.stderr.splitlines()[-1]
@@ -257,7 +257,7 @@ def test_an_exported_run_works_in_transformers(trained, call, tmp_path):
     (answer,) = pipeline("the quick", max_new_tokens=7, do_sample=False)
     (sample,) = generate(model, encoding.encode("the quick"), max_new_tokens=7, temperature=0)
     assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
-    assert f"best_val_loss: {read_summary(run)['best_val_loss']}" in (folder / "README.md").read_text()
+    assert f"best_val_loss: {read_summary(run)['best_val_loss']}" in (folder / "README.md").read_text(encoding="utf-8")
 
     assert call("export.py", str(run), "--to", "safetensors", "--out", str(weights)).returncode == 0
     alone, its_tokenizer = load_checkpoint(weights)
@@ -270,4 +270,4 @@ def test_a_folder_of_hugging_face_is_exported_with_its_weights(call, gpt2_folder
     assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
     weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
     assert_close(*weights, rtol=0, atol=0)
-    assert "A GPT2LMHeadModel with " in (tmp_path / "copy/README.md").read_text()
+    assert "A GPT2LMHeadModel with " in (tmp_path / "copy/README.md").read_text(encoding="utf-8")

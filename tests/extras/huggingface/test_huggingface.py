@@ -79,10 +79,10 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
         file.replace(tmp_path / file.name)
     check_logits(tmp_path, theirs)
     index = tmp_path / "model.safetensors.index.json"
-    content = index.read_text()
-    index.write_text(content.replace("-00001", "-00099"))
+    content = index.read_text(encoding="utf-8")
+    index.write_text(content.replace("-00001", "-00099"), encoding="utf-8")
     check_refused(tmp_path, "No such file or directory: ", "model-00099-of-")
-    index.write_text(content)  # which transformers leaves behind when it saves one file over shards
+    index.write_text(content, encoding="utf-8")  # which transformers leaves behind when it saves one file over shards
     other.save_pretrained(tmp_path)
     check_logits(tmp_path, other)
     for file in [index, *tmp_path.glob("*.safetensors")]:
@@ -114,7 +114,7 @@ def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
     theirs = random_model("GPT2")
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_ctx": 24}))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"n_ctx": 24}), encoding="utf-8")
     assert (
         load_folder(tmp_path).config.block_size == transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
     )
@@ -150,7 +150,10 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
 def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     random_model("Llama").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": None, **values}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text(encoding="utf-8")), "rope_parameters": None, **values}),
+        encoding="utf-8",
+    )
     check_refused(tmp_path, "cannot be loaded: ", message)
 
 

@@ -325,7 +325,7 @@ def test_a_prompt_starts_and_ends_with_the_tokens_of_the_folder(tmp_path):
         folder = write_folder(tmp_path, content_of("words"), config, model)
         (folder / "generation_config.json").unlink(missing_ok=True)
         if generation:
-            (folder / "generation_config.json").write_text(json.dumps(generation))
+            (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
         ours = load_tokenizer(folder)
         known = ours.backend.token_to_id
         expected = [[known(each) if isinstance(each, str) else each for each in ids] for ids in (start, ends)]

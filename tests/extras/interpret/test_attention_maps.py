@@ -97,7 +97,7 @@ def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
     # The loss with all heads is the validation loss of the run.
     assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
     model, tokenizer = load_checkpoint(trained.folder)
-    ids = tokenizer.encode(text.read_text())[18_000:]
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"))[18_000:]
     windows = torch.as_tensor(np.stack([ids[i : i + 17] for i in range(0, 2000 - 16, 16)])).long()
     with torch.no_grad():
         intact = float(model(windows[:, :-1], windows[:, 1:]))  # without the shorter last window

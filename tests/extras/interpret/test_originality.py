@@ -249,7 +249,7 @@ def test_several_who_need_an_index_wait_for_one(tmp_path, monkeypatch, count_bui
 def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compared, tokenizer):
     """Also of documents that are shorter than a sample."""
     letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшчыз")
-    (tmp_path / "cyrillic.jsonl").write_text(rows([text.translate(letters) for text in stories(80)]))
+    (tmp_path / "cyrillic.jsonl").write_text(rows([text.translate(letters) for text in stories(80)]), encoding="utf-8")
     steps = "max_steps=1", "eval_every=1", "data.eval_batch_size=1", "callbacks.snapshots=null"
     train(
         f"data.path={tmp_path}/cyrillic.jsonl",

@@ -80,7 +80,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
         patch.setattr("minigpt.runs.fit.LanguageModel", Lost)
         with pytest.raises(ZeroDivisionError):
             minigpt.train(command)
-    before = (tmp_path / "planned/plan.json").read_text()
+    before = (tmp_path / "planned/plan.json").read_text(encoding="utf-8")
     settings, expected, lines = json.loads(before).values()
     printed = capsys.readouterr().err
     assert all(line in printed for line in lines)
@@ -89,7 +89,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     with monkeypatch.context() as patch:
         patch.setattr("minigpt.runs.fit.LanguageModel", Damaging)
         summary = minigpt.train([*command, "resume=auto"])
-    (tmp_path / "planned/plan.json").write_text(before)
+    (tmp_path / "planned/plan.json").write_text(before, encoding="utf-8")
     assert (summary["steps"], summary["expected_val_loss"]) == (20, expected)
     assert 0 < expected[1] < expected[0]
     assert f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached" in capsys.readouterr().out
@@ -100,9 +100,9 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     for name in ("train_loss", "val_loss"):
         assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
     minigpt.train([*command, "resume=auto", "max_steps=21", "ema_decay=0.5"])  # which the plan had chosen
-    assert (tmp_path / "planned/plan.json").read_text() == before
+    assert (tmp_path / "planned/plan.json").read_text(encoding="utf-8") == before
     assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
-    (tmp_path / "planned/plan.json").write_text(before[:-9])
+    (tmp_path / "planned/plan.json").write_text(before[:-9], encoding="utf-8")
     with pytest.raises(UserError, match=r"plan\.json is damaged .*remove it to plan again"):
         minigpt.train([*command, "resume=auto", "max_steps=22"])
 
@@ -327,10 +327,10 @@ ONE_SIZE = ["model.n_layer=1", "model.n_embd=32"]
 
 
 def test_a_text_of_any_length_has_a_plan_of_windows_that_it_has_or_one_line(plan, text, tmp_path):
-    val, words = tmp_path / "val.txt", text.read_text()
-    val.write_text(words[:1000])
+    val, words = tmp_path / "val.txt", text.read_text(encoding="utf-8")
+    val.write_text(words[:1000], encoding="utf-8")
     for n, block_size in {1: None, 2: 1, 7: 4, 119: 64, 129: 128}.items():
-        (tmp_path / "mine.txt").write_text(words[:n])
+        (tmp_path / "mine.txt").write_text(words[:n], encoding="utf-8")
         given = [f"data.path={tmp_path}/mine.txt", f"data.val_path={val}", *ONE_SIZE]
         refused = pytest.raises(UserError, match="the training split has 1 tokens")
         with refused if n < 2 else nullcontext():
@@ -385,7 +385,7 @@ def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(mine, 
 
 
 def test_too_little_text_or_time_and_several_processes_are_errors(plan, mine, tmp_path, monkeypatch):
-    (tmp_path / "short.txt").write_text("to be or not to be\n" * 100)
+    (tmp_path / "short.txt").write_text("to be or not to be\n" * 100, encoding="utf-8")
     with pytest.raises(UserError, match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use"):
         plan(f"data.path={tmp_path}/short.txt")
     with pytest.raises(UserError, match=r"minutes=1 end before the first step, of \d+\.\d+ s; give more minutes"):

@@ -25,7 +25,9 @@ def run(once: Callable[..., Path]) -> Path:
     def build(folder: Path) -> None:
         make_run(folder / "tiny")
         (folder / "tiny/metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")
-        (folder / "tiny/samples.txt").write_text("── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n")
+        (folder / "tiny/samples.txt").write_text(
+            "── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n", encoding="utf-8"
+        )
 
     return once("served", build) / "tiny"
 

@@ -58,7 +58,7 @@ def write_site(folder: Path) -> None:
     for step in STEPS:
         save_checkpoint(MODELS[f"small@{step}"], CHARACTERS, snapshot_path(folder / "small", step))
     (folder / "other/metrics.csv").write_text("step,train_loss,val_loss\n1,4.5,\n2,4.25,4.3\n")
-    (folder / "other/samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n")
+    (folder / "other/samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n", encoding="utf-8")
     snapshots = find_snapshots(folder / "small")
     run = find_pretrained(str(folder / "small"))
     export_html(run, folder / "small.html", "float32", HISTORY, snapshots=snapshots, learned=LEARNED)

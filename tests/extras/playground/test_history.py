@@ -19,7 +19,9 @@ def test_the_history_of_a_run_has_its_losses_and_samples(finished):
 
 def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
     rows = [f"{step},{'nan' if step == 7 else 1 / step}" for step in range(1, 12_346)]
-    (tmp_path / "metrics.csv").write_text("step,train_loss\n" + "\n".join(rows) + "\n123")  # a killed run
+    (tmp_path / "metrics.csv").write_text(
+        "step,train_loss\n" + "\n".join(rows) + "\n123", encoding="utf-8"
+    )  # a killed run
     history = read_history(tmp_path)
     assert history is not None
     curve = history["train_loss"]
@@ -33,5 +35,5 @@ def test_a_folder_without_metrics_has_no_history(tmp_path):
     assert read_history(tmp_path) is None
     assert read_history(tmp_path / "none") is None
     for damaged in ("step,train_loss\nx,y\n", f'step,train_loss\n1,"{"1" * 200_000}"\n'):
-        (tmp_path / "metrics.csv").write_text(damaged)
+        (tmp_path / "metrics.csv").write_text(damaged, encoding="utf-8")
         assert read_history(tmp_path) is None

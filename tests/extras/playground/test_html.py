@@ -52,7 +52,7 @@ def test_a_page_holds_each_tensor_once_also_of_snapshots(name, open_page, tmp_pa
     save_checkpoint(snapshot, CHARACTERS, tmp_path / "first")
     snapshots = {0: tmp_path / "first", 1: tmp_path / "first"}
     page = export(model, CHARACTERS, tmp_path, snapshots=snapshots)
-    (weights,) = re.findall('id="weights">(.*?)</script>', page.read_text(), re.DOTALL)
+    (weights,) = re.findall('id="weights">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
     assert [len(base64.b64decode(line)) for line in weights.split("\n")] == [4 * model.num_params()] * 3
     run, tokens = open_page(page), torch.arange(40)[None]
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     refused = one_line(call("export.py", alone, "--to", "html", "--out", "new.html", "--snapshots"))
     assert refused == f"error: --snapshots: {tmp_path} has no snapshots; leave it out"
     assert not Path("new.html").exists()
-    page = (tmp_path / "pages/model.html").read_text()
+    page = (tmp_path / "pages/model.html").read_text(encoding="utf-8")
     assert " in float32: " in page
     assert f'"steps":{steps}'.replace(" ", "") in page
 
@@ -153,7 +153,9 @@ def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, t
     warning = exported.stderr.splitlines()[-1]
     assert warning.startswith("warning: the page has no curves of what was learned when: ")
     assert "the token files of the run are not in" in warning
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text())
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text(encoding="utf-8")
+    )
     assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
 
 
@@ -192,7 +194,7 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
 
 def test_the_style_has_no_feature_that_browsers_of_2022_lack() -> None:
     newer = r"color-mix|:has\(|@container|@layer|@scope|light-dark|oklch|field-sizing|text-wrap|\d[dls]v[hw]|@property"
-    assert re.findall(newer, (PAGE / "style.css").read_text()) == []
+    assert re.findall(newer, (PAGE / "style.css").read_text(encoding="utf-8")) == []
 
 
 def test_numbers_that_json_lacks_are_an_error_before_the_page_is_written() -> None:

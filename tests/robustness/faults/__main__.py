@@ -93,7 +93,11 @@ def write_rows(measured: list[tuple[str, ...]], seed: int) -> None:
     rows |= {cells[0]: f"| {' | '.join([*cells, f'{date.today()}, {seed}'])} |" for cells in measured}
     head = [f"| {' | '.join(cells)} |" for cells in ((*HEADINGS, "date, seed"), ["---"] * (len(HEADINGS) + 1))]
     found = [rows[fault.name] for fault in FAULTS if fault.name in rows]
-    PAGE.write_text("\n".join([before + TABLE_BEGIN, f"{machine}:", "", *head, *found, TABLE_END + after]), "utf-8")
+    PAGE.write_text(
+        "\n".join([before + TABLE_BEGIN, f"{machine}:", "", *head, *found, TABLE_END + after]),
+        "utf-8",
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

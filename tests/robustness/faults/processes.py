@@ -38,7 +38,7 @@ def kill_at_random_time(workdir: Path, rng: Random) -> str | None:
 
 def kill_before_file_operation(workdir: Path, rng: Random) -> None:
     """SIGKILL right before a random file operation in the run folder."""
-    operations = int((reference() / "operations").read_text())
+    operations = int((reference() / "operations").read_text(encoding="utf-8"))
     run = Run(workdir / "run", signal_at=(rng.randint(1, operations), signal.SIGKILL))
     run.end(128 + signal.SIGKILL)
     assert_resumes(run.folder)

@@ -93,7 +93,7 @@ class Run(Script):
         file = self.folder / "metrics.csv"
 
         def logged() -> bool:
-            lines = file.read_text().splitlines(keepends=True)[1:] if file.exists() else []
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if file.exists() else []
             return any(int(line.split(",", 1)[0]) >= step for line in lines if line.endswith("\n"))
 
         return self.wait_for(logged, poll_seconds=0.002)
@@ -129,7 +129,7 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
                 os.kill(os.getpid(), signum)
 
     addaudithook(audit)
-    atexit.register(lambda: file.write_text(str(operations)))
+    atexit.register(lambda: file.write_text(str(operations), encoding="utf-8"))
 
 
 @cache
@@ -138,7 +138,7 @@ def shared() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="minigpt-faults-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
-    (folder / "fox.txt").write_text("".join(lines))
+    (folder / "fox.txt").write_text("".join(lines), encoding="utf-8")
     return folder
 
 
@@ -164,7 +164,7 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
     if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
     summary = folder / "summary.json"
-    if not summary.exists() or '"status": "completed"' not in summary.read_text(errors="replace"):
+    if not summary.exists() or '"status": "completed"' not in summary.read_text(errors="replace", encoding="utf-8"):
         run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
         run.end()
         assert all(line.startswith("warning: ") and warning and warning in line for line in run.messages), run.stderr
@@ -178,9 +178,9 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     for name in (LAST, BEST):
         assert not (different := different_leaves(reference / name, folder / name)), f"{name} differs in {different}"
     assert rows(folder) == rows(reference), "metrics.csv differs"
-    texts = [(run / "samples.txt").read_text() for run in (folder, reference)]
+    texts = [(run / "samples.txt").read_text(encoding="utf-8") for run in (folder, reference)]
     assert texts[0] == texts[1], f"samples.txt differs: {texts}"
-    summary, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, reference))
+    summary, expected = (json.loads((run / "summary.json").read_text(encoding="utf-8")) for run in (folder, reference))
     different = {key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]}
     assert not different, f"summary.json differs in {different}: {summary}"
 
