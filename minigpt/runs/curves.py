@@ -6,6 +6,7 @@ from typing import Any
 
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import CURVES, METRICS
+from minigpt.utils.terminal import sanitize_line
 
 
 def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
@@ -23,7 +24,7 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
         losses.plot(summary["best_step"], best, "*", color="tab:red", markersize=10, label=f"best {best:.4f}")
     if "learning_rate" in columns:
         rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
-    losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")
+    losses.set(ylabel="loss (nats per token)", title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate")
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

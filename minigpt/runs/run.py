@@ -42,7 +42,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import search_path
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import is_rank_zero, sanitize_line
+from minigpt.utils.terminal import escape_unencodable, is_rank_zero, sanitize_line
 
 if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
@@ -127,6 +127,7 @@ def train_in(
         resume_command: printed when a signal ends the run.
     """
     started = time.perf_counter()
+    escape_unencodable()
     _find_own_modules(cfg)
     with raise_on_signal(), ExitStack() as stack:
         with shared_errors():

@@ -42,6 +42,9 @@ from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, In
 from minigpt.utils.terminal import env_number, log, replace_dead_output
 
 _busy = threading.Lock()  # held while this worker runs a job
+# Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second variable lets a console
+# take the encoding, and be redirected.
+UTF8_OUTPUT = {"PYTHONIOENCODING": "utf-8:backslashreplace", "PYTHONLEGACYWINDOWSSTDIO": "1"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Launcher(hydra_launcher.Launcher):
         self.config = config
         self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
 
+    @env_override(UTF8_OUTPUT)
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
         """Run all jobs, one per point; they write their results into their folders.
 

@@ -50,11 +50,22 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     out, n_runs = out or only, sum((folder / ".hydra").is_dir() for folder in folders)
     title = only.name if only else f"{len(folders)} {'runs' if n_runs == len(folders) else 'sweeps'}"
     sentences = [*map(sanitize_line, answer(rows))]
-    print("\n".join([*sentences, ""]))
-    print_table(rows)
+    try:
+        if out:
+            write_files(out, rows, sentences, title=title, along=along)
+    finally:  # a full disk does not hide the answer
+        print("\n".join([*sentences, ""]))
+        print_table(rows)
     if out is None:
         print("set --out FOLDER to write the table and the plot of several folders")
-        return sentences
+    else:
+        for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
+            print(f"{name:<8} {_display(out / file)}")
+    return sentences
+
+
+def write_files(out: Path, rows: Sequence[Row], sentences: Sequence[str], *, title: str, along: str | None) -> None:
+    """Write the table, the runs, the text and the plot of a sweep."""
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, rows)
     write_runs(out / RUNS, rows)
@@ -64,9 +75,6 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     figure = sweep_figure(rows, title=title, along=along)
     with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
-    for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
-        print(f"{name:<8} {_display(out / file)}")
-    return sentences
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -22,8 +22,6 @@ def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def wrapper(*args: object, **kwargs: object) -> Any:
-        if hasattr(sys.stdout, "reconfigure"):  # of an encoding without some characters, such as ASCII
-            sys.stdout.reconfigure(errors="backslashreplace")
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         replace_dead_output(ends_script=True)

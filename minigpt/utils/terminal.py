@@ -1,4 +1,4 @@
-"""Text for terminals: one line, printable, without control characters; and output that nobody reads."""
+"""Text for terminals: one line, printable, without control characters; and output that cannot be written."""
 
 import difflib
 import os
@@ -64,8 +64,14 @@ def log(line: str) -> None:
     print(sanitize_line(line), file=sys.stderr, flush=True)
 
 
+def escape_unencodable() -> None:
+    """Let stdout escape characters that its encoding lacks, such as those of a sample in ASCII; stderr always does."""
+    if hasattr(sys.stdout, "reconfigure"):  # the streams of notebooks have none, and lack no character
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def replace_dead_output(*, ends_script: bool) -> None:
-    """Let the standard streams write to os.devnull once they fail or if there are none.
+    """Let the standard streams write to os.devnull once they fail or if there are none, and escape what they lack.
 
     They fail if a pipe or a terminal is closed, or a disk is full.
 
@@ -73,10 +79,13 @@ def replace_dead_output(*, ends_script: bool) -> None:
         ends_script: raise the error too; otherwise the script does its work to the end.
     """
     for number, name in enumerate(("stdout", "stderr"), 1):
-        stream = getattr(sys, name) or os.fdopen(os.dup2(os.open(os.devnull, os.O_WRONLY), number), "w")
+        stream = getattr(sys, name) or os.fdopen(
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number), "w", encoding="utf-8"
+        )
         setattr(sys, name, stream)
         for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
             setattr(stream, method, partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script))
+    escape_unencodable()
 
 
 def _write_or_replace(method: Callable[..., int], descriptor: Callable[[], int], ends_script: bool, *args: str) -> int:

@@ -91,8 +91,8 @@ def main() -> None:
         json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
     )
     if args.benchmark == "time_to_loss":
-        show_time_to_loss(rows, args.losses)
         plot_time_to_loss(rows, args.losses, out.with_suffix(".png"))
+        show_time_to_loss(rows, args.losses)
     else:
         show(args.benchmark, rows)
     print(f"\nwrote {out}")

@@ -38,6 +38,7 @@ from minigpt.model_changes import empty_model
 from minigpt.ops import rms_norm
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
+from minigpt.utils.terminal import sanitize_line
 
 MODELING = "modeling_minigpt.py"
 _SOURCES = (
@@ -103,7 +104,9 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
         if "auto_map" in values:
             (partial / MODELING).write_text(modeling_code(), encoding="utf-8")
         params = sum(weight.numel() for weight in weights.values())
-        (partial / "README.md").write_text(_model_card(folder.name, architecture, params, pretrained), encoding="utf-8")
+        (partial / "README.md").write_text(
+            _model_card(sanitize_line(folder.name), architecture, params, pretrained), encoding="utf-8"
+        )
         partial.rename(folder)
     return architecture
 
