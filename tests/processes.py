@@ -57,6 +57,7 @@ class Script:
         command = [str(SCRIPTS / script), *arguments]
         env = {**os.environ, **env}
         env.pop("WANDB_SERVICE", None)  # the client of this process
+        self.encoding = env.get("PYTHONIOENCODING", "utf-8")
         self._process: Any = None
         if cold_start:
             with open(self.files[0], "ab") as out, open(self.files[1], "ab") as err:
@@ -108,11 +109,11 @@ class Script:
 
     @property
     def stdout(self) -> str:
-        return self.files[0].read_text(errors="replace", encoding="utf-8") if self.files[0].exists() else ""
+        return self.files[0].read_text(self.encoding, errors="replace") if self.files[0].exists() else ""
 
     @property
     def stderr(self) -> str:
-        return self.files[1].read_text(errors="replace", encoding="utf-8") if self.files[1].exists() else ""
+        return self.files[1].read_text(self.encoding, errors="replace") if self.files[1].exists() else ""
 
 
 def close_output() -> None:
@@ -157,8 +158,9 @@ def _run_forked(
     sys.argv = command
     if prepare:
         prepare()
-    sys.stdout = os.fdopen(1, "w", closefd=False)  # of the kind of its file, pipe or terminal
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    encoding = env.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout = os.fdopen(1, "w", encoding=encoding, closefd=False)  # of the kind of its file, pipe or terminal
+    sys.stderr = os.fdopen(2, "w", 1, encoding, "backslashreplace", closefd=False)
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:  # as at the exit of an interpreter; a forked process would join its children first, and leave out the rest

@@ -139,6 +139,23 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
     assert len(launcher.submitted) <= 2
 
 
+def test_jobs_print_in_utf_8_whatever_the_encoding_of_the_terminal_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    printed = []
+
+    class Printing(TwoJobs):
+        def submit(self, job):
+            printed.append(subprocess.check_output([sys.executable, "-c", r"print('\u20bd \udcff', end='')"]))
+            (done := Future()).set_result(None)
+            return done
+
+    launcher = Printing([], 0)
+    launcher.points = [Point(tmp_path / "job", {})]
+    launcher.launch([[]], 0)
+    assert printed == ["₽ \\udcff".encode()]
+    assert os.environ["PYTHONIOENCODING"] == "cp1252"
+
+
 def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(trained, small, tmp_path):
     folder = tmp_path / "sweep/seed=1337"
     shutil.copytree(trained(), folder)
@@ -285,17 +302,21 @@ def test_the_basic_launcher_refuses_several_devices(call):
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.usefixtures("own_files")
-def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_point_was_checked_with(launch, tmp_path):
+def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_point_was_checked_with(
+    launch, text, tmp_path
+):
+    shutil.copy(text, tmp_path / "été.txt")
     devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
     devices += ["--config-dir=mine", "-cn", "mytrain", "experiment=fast_cpu"]
-    swept = launch("train.py", *devices, "log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", cwd=tmp_path)
+    devices += ["log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", "data.path=été.txt"]
+    swept = launch("train.py", *devices, cwd=tmp_path, env={"PYTHONIOENCODING": "cp1252"})
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with " in swept.stderr
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     ran, skipped = read_sweep(sweep)
     assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
     printed = (ran.folder / "log.txt").read_text(encoding="utf-8")
-    assert (printed.count("step 4/4"), printed.count("rerun")) == (1, 0)
+    assert (printed.count("step 4/4"), printed.count("rerun"), printed.count("été.txt")) == (1, 0, 1)
     config = OmegaConf.load(ran.folder / ".hydra/config.yaml")
     assert (config.seed, config.optimizer.betas) == (77, [0.5, 0.75])
     assert {row["learning_rate"] for row in table(ran.folder / "metrics.csv")} - {""} == {"0.25"}

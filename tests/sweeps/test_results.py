@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -482,6 +483,25 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
     _, curves, params, _ = panels_of(read_sweep(tmp_path))
     assert params.get_ylabel() == "best validation loss (bits per byte)"
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_files_of_a_report_are_written_before_anything_is_printed(tmp_path, monkeypatch):
+    run_folder(tmp_path / "0", "seed=1")
+    closed = StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    with pytest.raises(ValueError, match="closed file"):
+        report([tmp_path])
+    assert {file.name for file in tmp_path.glob("*.*")} == FILES
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_the_answer_is_printed_also_where_files_cannot_be_written(tmp_path, capsys):
+    run_folder(tmp_path / "0", "seed=1")
+    with pytest.raises(NotADirectoryError):
+        report([tmp_path], out=tmp_path / "0/summary.json/out")
+    assert "\nbest     2.0000: " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_plot")
