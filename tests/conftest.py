@@ -90,10 +90,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def text(once: Once) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
     lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
-    return (
-        once("text", lambda folder: (folder / "fox.txt").write_text("".join(lines)[:20_000], encoding="utf-8"))
-        / "fox.txt"
-    )
+    return once("text", lambda folder: (folder / "fox.txt").write_bytes("".join(lines)[:20_000].encode())) / "fox.txt"
 
 
 @pytest.fixture(scope="session")
