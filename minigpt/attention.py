@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.config import check_heads
+from minigpt.device import CPU
 from minigpt.ops import EPS, apply_dropout, rms_norm
 
 Rotary = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
 # Keys up to which the formula is faster: with AMX the kernel takes 0.9 times as long at 256, and 2.8 times at 128.
-_MAX_EXPLICIT = 128 if torch.cpu.get_capabilities().get("amx_bf16") else 256
+_MAX_EXPLICIT = 128 if CPU.get("amx_bf16") else 256
 
 
 def attend(

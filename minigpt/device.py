@@ -6,11 +6,15 @@ import torch
 
 from minigpt.utils.errors import require
 
+# Properties of this CPU by name; PyTorch before 2.11 has no such function, and a CPU counts as one without bfloat16.
+CPU = getattr(torch.cpu, "get_capabilities", dict)()
+PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed", None: "32-true"}  # as Lightning names them
+
 
 def training_precision(accelerator: str) -> str:
     """Return Lightning's precision for `trainer.precision=auto` and the accelerator of a run."""
     gpu = None if accelerator == "cpu" else torch.accelerator.current_accelerator(check_available=True)
-    return "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"
+    return PRECISIONS[half_dtype(gpu or torch.device("cpu"))]
 
 
 def find_device(name: str) -> str:
@@ -23,9 +27,15 @@ def find_device(name: str) -> str:
 
 
 @cache
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a CUDA GPU or an x86 CPU has instructions for bfloat16, which is faster there than float32."""
+def half_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the 16-bit type in which matrix products are faster than in float32 on a device, or None.
+
+    bfloat16 on CUDA GPUs and x86 CPUs with instructions for it; float16 on CUDA GPUs with tensor cores for float16
+    alone, such as T4 and V100.
+    """
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    supported = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(supported.get("avx512_bf16") or supported.get("amx_bf16"))
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16
+        return torch.float16 if torch.cuda.get_device_capability(device) >= (7, 0) else None
+    has_bfloat16 = device.type == "cpu" and (CPU.get("avx512_bf16") or CPU.get("amx_bf16"))
+    return torch.bfloat16 if has_bfloat16 else None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minigpt.device import CPU
 from minigpt.model import GPT, Cache
 from minigpt.model_changes import evaluation, original, plain_kind
 
@@ -29,7 +30,7 @@ _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster lay
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 # By name, so that a machine always computes the same. On a Xeon, slices take 2.2 to 2.7 times as long as `F.linear`.
-_IS_AMD = str(torch.cpu.get_capabilities().get("cpu_name")).startswith("AMD")
+_IS_AMD = str(CPU.get("cpu_name")).startswith("AMD")
 
 
 class FastDecoder:
@@ -86,8 +87,9 @@ class FastDecoder:
             self._resize(rows.stop, len(window))
         self.windows += [list(window) for _ in rows]
         self._begins += [self._end for _ in rows]  # set by `_read`
-        self._inputs.last_embeddings = F.pad(self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples))
-        self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
+        old, new = self._inputs, self._reader.new_cache(num_samples, 0)
+        last_embeddings = torch.cat((old.last_embeddings, new.last_embeddings))
+        self._inputs = Cache([], last_embeddings, torch.cat((old.last_tokens, new.last_tokens)))
         self._read([window], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
         self._cache[:, B : rows.stop, :, : self._begins[B]] = 0

@@ -100,7 +100,8 @@ class GPT(nn.Module):
                 raise
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
         if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
-            x = x.bfloat16()  # the sums between blocks: half the memory traffic, the same range
+            # The sums between blocks: half the memory traffic, the same range. In float16 they could overflow.
+            x = x.bfloat16()
         # Parts of each table, (T, 1, D): exported, a part of both would be another kind at T tokens.
         rotary = None if self.rotary is None else tuple(table[start:end] for table in self.rotary.unbind())
         for i, block in enumerate(self.blocks):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.device import has_bfloat16
+from minigpt.device import half_dtype
 from minigpt.embeddings import NGramEmbedding
 from minigpt.model import GPT, MLP
 from minigpt.ops import local_shard
@@ -172,16 +172,20 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations, in bfloat16 where that is faster.
+    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations, in 16 bits where that is faster.
 
     Muon's quintic polynomial does not converge: it raises small singular values fastest, and after five steps
     all of them are between about 0.7 and 1.2. (N, R, C) to (N, R, C).
+
+    In float16 the result is closer to that in float64 than in bfloat16, by a factor of 6 to 9 on random matrices
+    of 64 to 3,072 columns, because singular values stay below 1.3. Float32 is divided by its norm first: elements
+    below 6e-8 are 0 in float16.
     """
-    reduced = matrices.dtype == torch.float32 and has_bfloat16(matrices.device)
-    x = matrices.bfloat16() if reduced else matrices
+    x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
+    if matrices.dtype == torch.float32:
+        x = x.to(half_dtype(matrices.device))
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the Gram matrix is of the shorter side
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT  # (N, r, r)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)

@@ -150,7 +150,7 @@ def check_run(cfg: DictConfig) -> None:
             cfg.trainer.precision,
             lambda precision: not str(precision).endswith("16-true"),
             f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}",
-            "use bf16-mixed",
+            "use auto",
         )
     if cfg.get("minutes") is not None:
         require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")

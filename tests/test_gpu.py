@@ -33,7 +33,7 @@ from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.tokenizer import ByteTokenizer
-from minigpt.device import has_bfloat16
+from minigpt.device import training_precision
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.generation import score
@@ -73,7 +73,7 @@ def gpu_model(**settings: Any) -> minigpt.GPT:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fast_gpu", "best_gpu", "nanogpt_gpu"])
-def test_a_recipe_trains_in_bfloat16_if_the_gpu_has_it(small: list[str], tmp_path: Path, recipe: str) -> None:
+def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(small: list[str], tmp_path: Path, recipe: str) -> None:
     size = [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]  # on a GPU only the text is small
     given = [*size, *ON_GPU, f"experiment={recipe}", "max_steps=50", "eval_every=25", "log_every=5"]
     summary = minigpt.train([*given, f"hydra.run.dir={tmp_path}/run"])
@@ -81,7 +81,7 @@ def test_a_recipe_trains_in_bfloat16_if_the_gpu_has_it(small: list[str], tmp_pat
     assert all(map(isfinite, found))
     assert found[-1] < found[0] - 0.05
     assert summary["device"] == metrics.device_name(DEVICE)
-    assert summary["precision"] == ("bf16-mixed" if has_bfloat16(DEVICE) else "32-true")
+    assert summary["precision"] == training_precision(DEVICE.type)
 
 
 # Blocks of 256 tokens, because a sum over several tiles of keys may have any order.

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
-from minigpt.device import has_bfloat16
+from minigpt.device import half_dtype
 from minigpt.model import GPT
 from minigpt.runs.trainer import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
@@ -49,7 +49,9 @@ def main() -> None:
     schedule = LambdaLR(optimizer, partial(partial_from_config("schedule", cfg.schedule), max_steps=cfg.max_steps))
     tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64)).to(device)
     B, T = cfg.data.batch_size, cfg.model.block_size
-    window, reduced = torch.arange(T + 1, device=device), has_bfloat16(device)
+    window = torch.arange(T + 1, device=device)
+    dtype = half_dtype(device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     first = min(FIRST_STEPS, cfg.max_steps // 2)
     start = time.perf_counter()
@@ -58,11 +60,13 @@ def main() -> None:
             synchronize(device)
             first_seconds = time.perf_counter() - start
         batch = tokens[torch.randint(len(tokens) - T, (B, 1), device=device) + window]  # (B, T + 1)
-        with torch.autocast(device.type, torch.bfloat16, enabled=reduced):
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         optimizer.zero_grad()
     synchronize(device)

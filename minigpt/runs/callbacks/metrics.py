@@ -23,8 +23,8 @@ from minigpt.utils.errors import Diverged
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
 
-# Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver returns. Figures that a
-# sheet gives with sparsity are halved.
+# Dense bfloat16 peaks of NVIDIA's data sheets, or float16 without bfloat16, FLOPs per second, by the name that the
+# driver returns. Figures that a sheet gives with sparsity are halved.
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,  # https://resources.nvidia.com/en-us-blackwell-architecture
     "NVIDIA H200": 989e12,  # https://www.nvidia.com/en-us/data-center/h200/
@@ -42,6 +42,11 @@ PEAK_FLOPS = {
     "NVIDIA A10": 125e12,  # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
     "NVIDIA GeForce RTX 4090": 165e12,  # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
     "NVIDIA GeForce RTX 3090": 71e12,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
+    "Tesla V100-SXM2-16GB": 125e12,  # https://www.nvidia.com/en-us/data-center/v100/
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100-PCIE-16GB": 112e12,
+    "Tesla V100-PCIE-32GB": 112e12,
+    "Tesla T4": 65e12,  # https://www.nvidia.com/en-us/data-center/tesla-t4/
 }
 
 MIN_CHANGED = 0.5  # share of weights in low precision that the first steps must change
@@ -128,7 +133,7 @@ class MetricsCallback(L.Callback):
         if lost := [rate for rate in rates if 1 - rate < torch.finfo(dtype).eps / 4]:
             warn(
                 f"a decay rate of {lost[0]} of the optimizer rounds to 1 in "
-                f"{str(dtype).removeprefix('torch.')}; use trainer.precision=bf16-mixed"
+                f"{str(dtype).removeprefix('torch.')}; use trainer.precision=auto"
             )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -169,7 +174,7 @@ class MetricsCallback(L.Callback):
             if share < MIN_CHANGED:
                 warn(
                     f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have changed, and the "
-                    f"others rounded to their old values; raise the learning rate, or use trainer.precision=bf16-mixed"
+                    f"others rounded to their old values; raise the learning rate, or use trainer.precision=auto"
                 )
 
     def on_validation_batch_end(
