@@ -1,13 +1,15 @@
 """Which device and which precision a model trains and samples in. Depends on torch alone."""
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
 from minigpt.utils.errors import require
 
 # Properties of this CPU by name; PyTorch before 2.11 has no such function, and a CPU counts as one without bfloat16.
-CPU = getattr(torch.cpu, "get_capabilities", dict)()
+CPU: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
 PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed", None: "32-true"}  # as Lightning names them
 
 

@@ -35,6 +35,7 @@ def test_muon_equals_torchs_on_each_matrix_and_adamw_on_the_rest(monkeypatch: py
         torch.optim.AdamW(adam, lr=0.01, betas=(0.9, 0.95)),
     ]
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's casts on every device
+    monkeypatch.setattr("minigpt.optim.half_dtype", lambda device: None)
     for _ in range(4):
         for name, weight in model.named_parameters():
             if name not in ("blocks.0.mlp.up.weight", "wpe.weight"):  # without a gradient, they do not change
@@ -72,3 +73,13 @@ def test_orthogonalization_keeps_singular_vectors_and_equalizes_singular_values(
     assert levelled.diagonal().min() > 0.65
     assert levelled.diagonal().max() < 1.25
     assert_near(levelled, levelled.diagonal().diag(), terms=5 * 3 * 80)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 1e-8])  # float16 has nothing below 6e-8
+def test_orthogonalization_in_16_bits_is_near_that_in_64(monkeypatch, dtype: torch.dtype, scale: float):
+    monkeypatch.setattr("minigpt.optim.half_dtype", lambda device: dtype)
+    gradients = scale * torch.randn(2, 64, 48)
+    expected, found = orthogonalize(gradients.double(), 5), orthogonalize(gradients, 5)
+    assert found.dtype == torch.float32
+    assert 0 < (found - expected).norm() < 4 * torch.finfo(dtype).eps * expected.norm()

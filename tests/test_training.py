@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import matplotlib.image
@@ -37,6 +38,7 @@ import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
+from minigpt.device import half_dtype, training_precision
 from minigpt.extras.playground.history import read_history, read_samples
 from minigpt.generation import stream
 from minigpt.language_model import LanguageModel
@@ -553,10 +555,35 @@ def test_a_precision_that_a_cpu_lacks_is_replaced_with_a_warning(train, capsys):
 
 @pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_automatic_precision_is_bfloat16_where_the_device_has_it(train, monkeypatch, supported, precision):
-    monkeypatch.setattr("minigpt.device.has_bfloat16", lambda device: supported and device.type == "cpu")
+    half = torch.bfloat16 if supported else None
+    monkeypatch.setattr("minigpt.device.half_dtype", lambda device: half if device.type == "cpu" else None)
     run = train("trainer.precision=auto", f"max_steps={40 if supported else 1}", "optimizer.lr=1e-2")
     assert run.summary["precision"] == precision
     assert run.loss < 2.5 or not supported
+
+
+@pytest.mark.parametrize(
+    ("capability", "rocm", "precision"),
+    [
+        ((6, 1), None, "32-true"),  # GTX 10
+        ((7, 0), None, "16-mixed"),  # V100
+        ((7, 5), None, "16-mixed"),  # T4, RTX 20
+        ((8, 0), None, "bf16-mixed"),  # A100
+        ((9, 0), None, "bf16-mixed"),  # H100
+        ((9, 4), "6.4", "bf16-mixed"),  # MI300
+    ],
+)
+def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(monkeypatch, capability, rocm, precision):
+    """With replaced capabilities, of which torch's own functions read whether a GPU has bfloat16."""
+    gpu = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: gpu)
+    monkeypatch.setattr("torch.version.hip", rocm)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    half_dtype.cache_clear()
+    assert training_precision("auto") == precision
+    half_dtype.cache_clear()
 
 
 def test_options_of_the_trainer_that_are_accepted_work(train, caplog):
@@ -610,7 +637,7 @@ def test_weights_that_rounding_keeps_as_they_were_are_a_warning(train, capsys, p
     settings += [f"schedule.warmup_steps={warmup}", "seed=7", "callbacks.checkpoint.save_top_k=2"]
     folder = train(*settings, "callbacks.snapshots=null").folder
     err = capsys.readouterr().err
-    pattern = r"warning: at step (\d+), ([\d.]+)% of the weights of the blocks have changed, .*=bf16-mixed\n"
+    pattern = r"warning: at step (\d+), ([\d.]+)% of the weights of the blocks have changed, .*=auto\n"
     warned = re.findall(pattern, err)
     assert len(warned) == err.count("have changed") == (step is not None)
     model, _ = load_checkpoint(folder / f"checkpoints/step-{step or 10}.safetensors")

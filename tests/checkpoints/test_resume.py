@@ -452,6 +452,15 @@ def test_a_run_that_is_terminated_at_a_step_that_16_mixed_skips_resumes_bit_for_
     check_same_end(whole, resumed)
 
 
+def test_a_run_resumes_on_a_gpu_with_the_other_16_bit_type(train):
+    """Of bfloat16, there is no loss scale to restore."""
+    scaled = "+callbacks.scaled._target_=test_resume.Scaled"
+    train("trainer.precision=bf16-mixed", "eval_every=5", "pause_at=10")
+    assert train(scaled, "eval_every=5", "pause_at=15", "resume=auto").summary["precision"] == "16-mixed"
+    found = train("trainer.precision=bf16-mixed", "eval_every=5", "resume=auto")
+    assert (found.summary["steps"], found.summary["precision"]) == (20, "bf16-mixed")
+
+
 def test_metrics_and_samples_are_synced_before_their_checkpoint(train, tmp_path, monkeypatch):
     folder, fsync = tmp_path / "run", os.fsync
     synced, checkpoints = {}, 0
