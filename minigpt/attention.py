@@ -138,7 +138,7 @@ def rotary_table(
 def rotate(x: Tensor, table: Rotary) -> Tensor:
     """Rotate the pairs (i, i + D/2) of x (B, T, H, D) by the angles of a `rotary_table` (2, T, 1, D)."""
     cos, sin = table
-    swapped = x.roll(x.size(-1) // 2, dims=-1)
+    swapped = x.roll((x.size(-1) // 2,), dims=-1)
     return swapped.mul_(sin.to(x.dtype)).add_(x * cos.to(x.dtype))
 
 

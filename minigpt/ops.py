@@ -22,9 +22,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
-    if weight is None and _autocasts_norms(x):
-        with torch.autocast("cuda", enabled=False):  # the kernel adds in float32 anyway
-            y = F.rms_norm(x, x.shape[-1:], None, eps)
+    if _autocasts_norms(x):
+        # Without weights, the kernel adds in float32 anyway; with them, autocast converts x since PyTorch 2.12.
+        x = x if weight is None else x.to(torch.promote_types(x.dtype, torch.float32))
+        with torch.autocast("cuda", enabled=False):
+            y = F.rms_norm(x, x.shape[-1:], _in_type_of(x, weight), eps)
     elif not _use_fused_cpu(x, torch.float32):
         y = F.rms_norm(x, x.shape[-1:], _in_type_of(x, weight), eps)
     else:

@@ -12,8 +12,6 @@ from omegaconf import OmegaConf
 from small_runs import composed
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -171,25 +169,6 @@ def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_t
     x, (second, first) = model.wte(tokens), model.smear  # the last is for the previous token
     x = x + first * F.pad(x, (0, 0, 1, -1)) + second * F.pad(x, (0, 0, 2, -2))
     assert_close(model.embed(tokens, slice(16), None), F.rms_norm(x, (16,), eps=1e-5))
-
-
-@pytest.mark.parametrize(("dtype", "summed"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
-def test_on_a_gpu_autocast_adds_blocks_in_bfloat16_but_not_in_float16(dtype: torch.dtype, summed: torch.dtype):
-    model, found = make_model(position="none"), list[torch.dtype]()
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda block, args: found.append(args[0].dtype))
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    try:
-        torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a GPU
-        torch.set_autocast_dtype("cuda", dtype)
-        with FakeTensorMode():  # types and shapes alone, on any device
-            weights = {name: torch.empty(p.shape, device="cuda") for name, p in model.named_parameters()}
-            ids = torch.empty(2, 8, dtype=torch.long, device="cuda")
-            assert functional_call(model, weights, (ids,)).dtype == dtype
-    finally:
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-    assert found == [summed, summed]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
