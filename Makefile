@@ -1,11 +1,15 @@
 # make train | sweep | test | faults | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
-# The first Python ≥ 3.11 on PATH; override: make train PYTHON=/path/to/python
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
-	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# uv if it is installed, else pip; make train UV= takes pip
+UV ?= $(shell uv --version >/dev/null 2>&1 && echo uv)
+# The first Python ≥ 3.11 on PATH, asked in / because pyenv obeys .python-version; uv takes the one of .python-version;
+# override: make train PYTHON=/path/to/python
+PYTHON ?= $(if $(UV),,$(shell cd / && for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$python -c 'import sys; sys.version_info < (3, 11) or print(sys.executable)' 2>/dev/null | grep . && break; done))
 VENV = .venv
 IN_VENV = $(VENV)/bin/python
-PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL = $(if $(UV),$(UV) pip install --python $(IN_VENV),$(IN_VENV) -m pip install --disable-pip-version-check) \
+	--quiet -c constraints.txt
 
 # The recipe for a GPU if one is available, else for a CPU; override: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
@@ -50,16 +54,23 @@ clean:
 # Install torch first and alone, so that pip keeps this version and looks for no other build.
 $(VENV)/.train: pyproject.toml constraints.txt | check-venv
 	@echo "installing minigpt into $(VENV) (once; torch is large) ..." >&2
-	@$(PIP) torch && $(PIP) -e . && touch $@
+	@$(INSTALL) torch && $(INSTALL) -e . && touch $@
 
+# The pip of Python 3.11 to 3.13 knows no dependency groups.
 $(VENV)/.dev: $(VENV)/.train
 	@echo "installing the test dependencies into $(VENV) (once) ..." >&2
-	@$(PIP) -e ".[dev]" && touch $@
+	@$(if $(UV),,$(INSTALL) "pip>=25.1" &&) $(INSTALL) -e . --group dev && touch $@
 
 check-venv:
-	@if [ -e $(VENV) ] && ! $(IN_VENV) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-		echo "$(VENV) is broken or older than Python 3.11; remove it with 'make clean' and try again" >&2; exit 2; fi
-	@if [ ! -e $(VENV) ]; then \
+	@if [ -e $(VENV) ]; then \
+		$(IN_VENV) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+			echo "$(VENV) is broken or older than Python 3.11; remove it with 'make clean' and try again" >&2; exit 2; }; \
+		$(if $(UV),:,$(IN_VENV) -c 'import pip' 2>/dev/null) || { \
+			echo "$(VENV) has no pip and uv is not on PATH; install uv, or remove $(VENV) with 'make clean'" >&2; exit 2; }; \
+	elif [ -n "$(UV)" ]; then \
+		$(UV) venv --quiet --seed $(if $(PYTHON),--python $(PYTHON)) $(VENV) || { rm -rf $(VENV); \
+			echo "uv cannot create $(VENV); set PYTHON=/path/to/python, or UV= to use pip" >&2; exit 2; }; \
+	else \
 		if [ -z "$(PYTHON)" ]; then echo "minigpt needs Python 3.11 or newer, which is not on PATH; set PYTHON=/path/to/python" >&2; exit 2; fi; \
 		if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
 			echo "$(PYTHON) is older than Python 3.11; set PYTHON=/path/to/python" >&2; exit 2; fi; \
