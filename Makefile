@@ -1,11 +1,11 @@
 # make train | sweep | test | faults | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
-# uv if it is installed, else pip; make train UV= takes pip
-UV ?= $(shell uv --version >/dev/null 2>&1 && echo uv)
+# uv if it is installed, else pip; make train UV= takes pip. UV and PYTHON are looked for once, when they are needed.
+UV ?= $(eval UV := $(shell uv --version >/dev/null 2>&1 && echo uv))$(UV)
 # The first Python ≥ 3.11 on PATH, asked in / because pyenv obeys .python-version; uv takes the one of .python-version;
 # override: make train PYTHON=/path/to/python
-PYTHON ?= $(if $(UV),,$(shell cd / && for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
-	$$python -c 'import sys; sys.version_info < (3, 11) or print(sys.executable)' 2>/dev/null | grep . && break; done))
+PYTHON ?= $(eval PYTHON := $(if $(UV),,$(shell cd / && for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$python -c 'import sys; sys.version_info < (3, 11) or print(sys.executable)' 2>/dev/null | grep . && break; done)))$(PYTHON)
 VENV = .venv
 IN_VENV = $(VENV)/bin/python
 INSTALL = $(if $(UV),$(UV) pip install --python $(IN_VENV),$(IN_VENV) -m pip install --disable-pip-version-check) \

@@ -25,14 +25,15 @@ SHORT += ["callbacks.samples.max_new_tokens=5"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 SLOW = {"-m", "minutes=10", *PROCESSES}
-# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by tests/distributed/test_hosts.py.
-ELSEWHERE = {"scripts/serve.py", "scripts/bench"}
+# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by tests/distributed/test_hosts.py;
+# pip and pytest are what set up and run this test.
+ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
 
 
 def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
-    text = "".join(blocks).replace("\\\n", "")  # of lines that continue
+    text = "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")  # of lines that continue
     lines = (words for line in text.splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
@@ -102,6 +103,15 @@ def write_own_parts():
     Path("my_code.py").write_text("\n".join(code), encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/platforms.md"])
+def test_the_commands_for_powershell_are_those_before_them(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    ((posix, powershell),) = re.findall(r"```bash\n([^`]*)```\n\n```powershell\n([^`]*)```", text)
+    for here, there in {"python3 ": "py ", "/bin/": "/Scripts/", "/": "\\"}.items():
+        posix = posix.replace(here, there)
+    assert posix == powershell
+
+
 def test_every_make_target_exists():
     targets = {words[1] for words in commands("make")}
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
@@ -165,7 +175,7 @@ def test_every_extra_of_the_documents_exists():
 def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
     names, printed = {}, None
     for language, body in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")):
-        assert language in ("bash", "text", "python")  # the example of training.md is run below
+        assert language in ("bash", "powershell", "text", "python")  # the example of training.md is run below
         if language == "python" and page.name != "training.md":
             assert not printed, f"this output is not shown:\n{printed}"
             exec(compile(body, f"{page.name}: {body}", "exec"), names)
