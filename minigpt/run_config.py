@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ from minigpt.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.checks import POSITIVE_INT, as_integer, integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import ROOT
+from minigpt.utils.scripts import ROOT, shell_quote
 
 # The other options of lightning.Trainer would have no effect, or prevent an exact resume.
 TRAINER_OPTIONS = (
@@ -222,7 +221,7 @@ def _advice(cfg: DictConfig, key: str, value: Any) -> str:
     group, _, name = key.rpartition(".")
     node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
     number = value if node[name] == value else f'"${{oc.decode:{node[name]}}}"'  # which Hydra cannot parse unquoted
-    return f"it is a text; write {shlex.quote(f'{key}={number}')} in a shell, or {name}: {number} in a file"
+    return f"it is a text; write {shell_quote(f'{key}={number}')} in a shell, or {name}: {number} in a file"
 
 
 def _are_local(value: Any) -> bool:

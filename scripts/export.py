@@ -2,13 +2,12 @@
 
 import argparse
 import os
-import shlex
 import sys
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import ArgumentParser, usage
+from minigpt.utils.scripts import ArgumentParser, shell_join, usage
 from minigpt.utils.terminal import sanitize_line, warn
 
 
@@ -68,7 +67,7 @@ def main() -> None:
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))
     if architecture.startswith("MiniGPT"):
         print("no class of transformers computes this model: load it with trust_remote_code=True", file=sys.stderr)
-    print(sanitize_line(f"to upload it: {shlex.join(('hf', 'upload', args.out.name, str(args.out)))}"))
+    print(sanitize_line(f"to upload it: {shell_join('hf', 'upload', args.out.name, str(args.out))}"))
 
 
 if __name__ == "__main__":

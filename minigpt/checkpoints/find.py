@@ -1,5 +1,6 @@
 """Names of checkpoint files, and the search for the file that a path or a run folder refers to."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
             raise UserError(f"no run with a checkpoint in runs/; train one with {usage('train')}")
         sweep = files[-1].parents[2]
         path = sweep if (sweep / "sweep.json").exists() else files[-1]
-    path = Path(path)
+    path = Path(follow_latest(str(path)))
     if (path / "sweep.json").exists() and not last:
         path = min(path.glob(f"*/{BEST}"), key=_rank, default=path)
     if step is not None:
@@ -44,6 +45,16 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
             return file
     problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
+
+
+def follow_latest(path: str) -> str:
+    """Return a path, or the newest run or sweep beside it if it is a missing `latest`: some systems refuse links."""
+    folder, name = os.path.split(os.path.expanduser(path))
+    if name != "latest" or os.path.lexists(os.path.expanduser(path)):
+        return path
+    files = [file for pattern in ("*/.hydra/overrides.yaml", "*/sweep.json") for file in Path(folder).glob(pattern)]
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return str(Path(folder, newest.relative_to(folder).parts[0])) if newest else path
 
 
 def _rank(best: Path) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, named_path
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, follow_latest, named_path
 from minigpt.checkpoints.load import build_model, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
     Raises:
         UserError: there is no such model, or minigpt cannot read it.
     """
-    path = find_checkpoint(None) if source is None else Path(source).expanduser()
+    path = find_checkpoint(None) if source is None else Path(follow_latest(source)).expanduser()
     if step is None and (not path.exists() or (path / "config.json").is_file()):
         return from_extras("find_huggingface")(source)
     path = find_checkpoint(path, step=step)

@@ -9,7 +9,6 @@ import codecs
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
-from minigpt.utils.scripts import ROOT, usage
+from minigpt.utils.scripts import ROOT, shell_quote, usage
 from minigpt.utils.terminal import unescape, warn
 
 STDIN = ("-", "/dev/stdin")
@@ -110,7 +109,8 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
         raise UserError(f"{setting} is a broken link to {os.readlink(given)}; give a file that exists")
     pattern = Path(escape(str(given)), "**", "*") if is_folder else given
     depth = next((i for i, part in enumerate(given.parts) if has_magic(part) and not is_folder), len(given.parts))
-    for file in sorted(file for file in {*_expand(pattern.as_posix())} if not file.is_dir()):
+    found = {file for file in _expand(pattern.as_posix()) if not file.is_dir()}
+    for file in sorted(found, key=lambda file: file.parts):  # Windows compares paths without case
         suffix = content_suffix(file)
         entries = [file, *file.parents[: len(file.parts) - depth - 1]]  # below the folder or the fixed part
         reasons = {
@@ -260,7 +260,7 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
     for block in chain(blocks, [b""]):
         kinds = [kind for start, kind in _BINARY.items() if offset == 0 and re.match(start, block, re.DOTALL)]
         if kinds:
-            raise UserError(f"{name} is {kinds[0].format(shlex.quote(str(name)))}")
+            raise UserError(f"{name} is {kinds[0].format(shell_quote(str(name)))}")
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
         if offset == 0 and rows and rows.match(block.removeprefix(codecs.BOM_UTF8)):

@@ -7,6 +7,7 @@ them. nanoGPT's own files, those of llm.c and NumPy's, of which a split may have
 import codecs
 import hashlib
 import mmap
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -220,7 +221,8 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for path in [value] if isinstance(value, str) else value:
         given = Path(path).expanduser()
-        found = [given] if given.exists() else [*map(Path, sorted(glob(str(given))))]  # a name may look like a pattern
+        matches = sorted(map(Path, glob(str(given))), key=Path.as_posix)
+        found = [given] if given.exists() else matches  # a name may look like a pattern
         files += found or [given]
     for file in files:
         if not file.is_file():
@@ -295,7 +297,7 @@ def _map(file: Path, dtype: np.dtype[Any], header: int) -> Array:
     """Map a file without read-ahead, since windows are anywhere in it."""
     with open(file, "rb") as content:
         pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_RANDOM"):
+    if sys.platform != "win32":
         pages.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(pages, dtype=dtype, offset=header)
 

@@ -4,7 +4,6 @@ This is where torch and Lightning are first imported. The Trainer is built in `t
 `LanguageModel` of `minigpt/language_model.py`.
 """
 
-import os
 import platform
 import subprocess
 import sys
@@ -45,7 +44,7 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
-from minigpt.utils.signals import Interrupted
+from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 FINAL_TOKENS = 400  # of the sample that ends a run
@@ -149,7 +148,7 @@ def fit(
                     max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
                 )
     except (Interrupted, KeyboardInterrupt, SystemExit) as error:  # SystemExit: submitit has requeued the job
-        exit_code = os.EX_TEMPFAIL if isinstance(error, SystemExit) else explain(error)[1]
+        exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
         raise
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from minigpt.checkpoints.find import follow_latest
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
 from minigpt.run_config import LITERAL_TEXTS, escape_references
 from minigpt.utils.errors import UserError
@@ -110,7 +111,7 @@ def literal(override: str, sweeps: bool) -> str:
     if value == "None" and name != "callbacks.samples.prompt":
         return f"{key}=null"
     if name in _PATHS and value[:1] == "[":  # a list
-        override = re.sub(r"([\[,]\s*)~/", rf"\1{Path.home()}/", override)
+        override = re.sub(r"([\[,]\s*)~/", lambda found: f"{found[1]}{Path.home()}/", override)
     if name not in (*_PATHS, *_FOLDERS, *_TEXTS) or value.lower() in ("", "null"):
         return override
     may_be_list = name in _PATHS and not os.path.exists(value)  # unlike Path.exists, no error if it is too long
@@ -126,6 +127,8 @@ def literal(override: str, sweeps: bool) -> str:
         values = [escape_references(text) for text in values]
     if name not in _TEXTS:
         values = [os.path.expanduser(path) for path in values]
+    if name in ("resume", "init_from", *_FOLDERS[:2]):
+        values = [follow_latest(path) for path in values]
     if name in ("resume", "init_from"):
         values = [str(path.resolve() if path.resolve() != path.absolute() else path) for path in map(Path, values)]
     as_given = re.compile(r"null|'.*'|\".*\"" if several else "")

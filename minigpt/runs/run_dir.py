@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import sys
 import sysconfig
@@ -20,7 +19,7 @@ from minigpt.distributed.process_group import RESTARTS, gather_objects
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
-from minigpt.utils.scripts import INSTALLED, ROOT, usage
+from minigpt.utils.scripts import INSTALLED, ROOT, shell_join, usage
 from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
@@ -100,7 +99,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
             checkpoints = [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]  # snapshot of step 0
             if written <= {".hydra", LOCK, RUN_PLAN, LOG, *checkpoints}:
                 for path in (real / name for name in written):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    with suppress(OSError):  # Windows keeps a file that is open
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager
@@ -278,4 +278,4 @@ def command(script: str, *arguments: str) -> str:
     if INSTALLED:
         on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
         words = [*([] if on_path else [words[0], "-m"]), *usage(script).split()]
-    return shlex.join([*words, *arguments])
+    return shell_join(*words, *arguments)

@@ -3,7 +3,6 @@
 import glob
 import inspect
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from html import escape
@@ -19,6 +18,8 @@ from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.utils.checks import one_of, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.scripts import shell_quote
+from minigpt.utils.signals import REQUEUE_EXIT_CODE
 from minigpt.utils.terminal import is_rank_zero, log, warn
 
 _FOLDER = "wandb/folder.txt"  # the path of the run folder, to which the id of the run belongs
@@ -50,7 +51,7 @@ class Wandb(WandbLogger):
         """
         with self.ignore_lost_client():
             self.experiment.summary.update(dict(summary))
-            if exit_code == os.EX_TEMPFAIL:
+            if exit_code == REQUEUE_EXIT_CODE:
                 self.experiment.mark_preempting()
             self.experiment.finish(exit_code)
         # Else wandb would connect to its client at exit. A run of the user would end, too.
@@ -205,6 +206,6 @@ def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
 
 def sync_command(folder: Path) -> str:
     """Return the command that uploads all offline parts of a run, or of the runs of a sweep, in their order."""
-    start = shlex.quote(str(folder))
+    start = shell_quote(str(folder))
     jobs = f" {start}/*/wandb" if (folder / PLAN).exists() else ""
     return f"wandb sync {start}/wandb{jobs}"

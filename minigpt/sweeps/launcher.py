@@ -13,11 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -150,7 +149,7 @@ class Launcher(hydra_launcher.Launcher):
             while running or (waiting and not signals):
                 if len(signals) > stops:
                     stops += 1
-                    self.stop(list(running), kill=stops > 1)
+                    self.stop(running, kill=stops > 1)
                 if waiting and executors and not signals:
                     with self.batch():
                         while waiting and executors:
@@ -170,11 +169,9 @@ class Launcher(hydra_launcher.Launcher):
         """Return the executors for so many jobs; one runs one job at a time."""
         raise NotImplementedError
 
-    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
+    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
         """End the running jobs, with a checkpoint or at once."""
-        for process in multiprocessing.active_children():
-            with suppress(OSError):
-                os.killpg(process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
+        raise NotImplementedError
 
 
 def _failure(future: Any) -> str:
@@ -214,21 +211,29 @@ class Joblib(Launcher):
         envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
         return [_Worker(env) for env in islice(cycle(envs), workers)]
 
+    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
+        for _, worker in running.values():
+            worker.pipe.close()
+        for process in multiprocessing.active_children() if kill else ():
+            if sys.platform == "win32":
+                process.kill()
+            else:
+                with suppress(OSError):
+                    os.killpg(process.pid or 0, signal.SIGKILL)
+
 
 class _Worker:
     """A worker process, which is replaced after it died; `env` is added to its environment."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
-        self.start = partial(
-            loky.ProcessPoolExecutor,
-            1,
-            initializer=_init_worker,
-            initargs=(os.getpid(),),
-            env=env,
-        )
         self.executor = self.start()
         atexit.register(lambda: self.executor.shutdown())  # later, loky prints ignored errors of its own
+
+    def start(self) -> Any:
+        """Return an executor whose process ends once `pipe` is closed, also by the end of this process."""
+        parent, self.pipe = multiprocessing.Pipe(duplex=False)
+        return loky.ProcessPoolExecutor(1, initializer=_init_worker, initargs=(parent,), env=self.env)
 
     def submit(self, job: Job) -> Any:
         try:
@@ -238,17 +243,25 @@ class _Worker:
             return self.executor.submit(job)
 
 
-def _init_worker(parent: int) -> None:
-    """Put a worker process into a process group, and end it when its parent is gone."""
+def _init_worker(parent: Any) -> None:
+    """Keep Ctrl-C from a worker process, and end it when its parent closes the other end of a pipe or is gone."""
     replace_dead_output(ends_script=False)  # it has no streams if its parent was started without
-    os.setpgid(0, 0)  # Ctrl-C goes to the group of the parent, which then signals this one
+    if sys.platform == "win32":  # Ctrl-C and Ctrl-Break go to all processes of the console
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGBREAK, signal.SIG_IGN)
+    else:  # they go to the group of the parent
+        os.setpgid(0, 0)
     # tqdm's default lock is a semaphore that a killed worker would leave behind.
     tqdm.set_lock(threading.RLock())
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.killpg(0, signal.SIGTERM)  # ends a run with a checkpoint, and an import at once
+        with suppress(EOFError, OSError):
+            parent.recv()
+        # Ends a run with a checkpoint, and an import at once
+        if sys.platform == "win32":
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            os.killpg(0, signal.SIGTERM)
         with _busy:
             os._exit(1)
 
@@ -298,6 +311,6 @@ class Submitit(Launcher):
             return [executor] * jobs
         return [executor] * (self.n_jobs or os.cpu_count() or 1)
 
-    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
-        for future in futures:
+    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
+        for future in running:
             future.cancel()

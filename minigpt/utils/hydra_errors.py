@@ -1,11 +1,10 @@
 """Errors of Hydra in one line: a mistyped or misplaced setting, an unknown choice, an override that it cannot parse."""
 
 import re
-import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from minigpt.utils.scripts import ROOT
+from minigpt.utils.scripts import ROOT, shell_quote
 from minigpt.utils.terminal import did_you_mean
 
 # Settings of other programs for training, by their names there.
@@ -25,9 +24,9 @@ def explain_hydra(error: BaseException) -> str:
         key, equals, value = override.partition("=")
         full = re.sub(r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value)  # without commas beside which is no value
         if full != value:
-            return f"{override} has a comma without a value beside it; write {shlex.quote(f'{key}={full}')}"
+            return f"{override} has a comma without a value beside it; write {shell_quote(f'{key}={full}')}"
         # In single quotes a shell replaces nothing, and in double quotes it passes on those of Hydra.
-        quoted = shlex.quote(f'{key}="{value}"') if re.search(r"[$`!]", value) else f"\"{key}='{value}'\""
+        quoted = shell_quote(f'{key}="{value}"') if re.search(r"[$`!]", value) else f"\"{key}='{value}'\""
         written = "key=value" if not equals or re.search(r"['\"\\]", value) else quoted
         return f"cannot parse the override {override}; in a shell, write {written}"
     if isinstance(error, RecursionError):

@@ -1,6 +1,9 @@
 """Where configs and scripts lie, how users run the scripts, and how they install packages: in a clone or a wheel."""
 
 import argparse
+import re
+import shlex
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +19,19 @@ PIP_INSTALL = 'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{
 def usage(script: str) -> str:
     """Return how to run a script, for messages: `python scripts/sweep_report.py` or `minigpt sweep-report`."""
     return f"minigpt {script.replace('_', '-')}" if INSTALLED else f"python scripts/{script}.py"
+
+
+def shell_quote(word: str) -> str:
+    """Quote a word for the shell of this system; on Windows for both cmd and PowerShell."""
+    if sys.platform != "win32":
+        return shlex.quote(word)
+    escaped = word.replace('"', r"\"")
+    return word if re.fullmatch(r"[\w.:=/\\+-]+", word) else f'"{escaped}"'
+
+
+def shell_join(*words: str) -> str:
+    """Return a command line of words, to be copied into a shell."""
+    return " ".join(map(shell_quote, words))
 
 
 def search_path(arguments: list[str]) -> str:

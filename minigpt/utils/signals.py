@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-# Windows has neither of these two.
+# Windows has neither of the first two, and it alone has the third.
 REQUEUE_SIGNAL: Any = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption
 HANGUP_SIGNAL: Any = getattr(signal, "SIGHUP", None)  # sent twice when a terminal closes: by the shell and the system
-END_SIGNALS = [signum for signum in (signal.SIGINT, signal.SIGTERM, HANGUP_SIGNAL, REQUEUE_SIGNAL) if signum]
+BREAK_SIGNAL: Any = getattr(signal, "SIGBREAK", None)  # Ctrl-Break
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, BREAK_SIGNAL, HANGUP_SIGNAL, REQUEUE_SIGNAL)
+END_SIGNALS = [signum for signum in _SIGNALS if signum]
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL, which Windows does not define: a job script requeues on it
 
 
 class Interrupted(BaseException):
@@ -19,7 +22,7 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.exit_code = os.EX_TEMPFAIL if signum == REQUEUE_SIGNAL else 128 + signum
+        self.exit_code = REQUEUE_EXIT_CODE if signum == REQUEUE_SIGNAL else 128 + signum
 
 
 def exit_on_requeue_signal() -> None:
@@ -29,7 +32,7 @@ def exit_on_requeue_signal() -> None:
 
 
 def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
-    os._exit(os.EX_TEMPFAIL)  # 75: a job script requeues on it
+    os._exit(REQUEUE_EXIT_CODE)
 
 
 def raise_on_signal() -> AbstractContextManager[None]:

@@ -4,7 +4,6 @@ import base64
 import hashlib
 
 import pytest
-import tiktoken
 import tiktoken.load
 import tiktoken.registry
 import tiktoken_ext.openai_public as public

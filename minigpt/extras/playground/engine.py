@@ -9,6 +9,7 @@ Shapes: B running requests, V vocab.
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ from minigpt.utils.terminal import log
 T = TypeVar("T")
 
 _SEND_SECONDS = 0.03  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
+
+_ASSUMED_MEMORY = 8 << 30  # bytes, on Windows, whose standard library cannot read it
 
 
 class QueueFull(Exception):
@@ -343,6 +346,8 @@ def memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or that this machine or container has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if sys.platform == "win32":
+        return _ASSUMED_MEMORY
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         with suppress(OSError, ValueError):  # "max": no limit

@@ -7,7 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path, run_folder
+from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, follow_latest, named_path, run_folder
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import file_version
 
@@ -34,7 +34,7 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
         sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None))]
     found: dict[str, str] = {}
     for source in sources:
-        path = Path(source).expanduser()
+        path = Path(follow_latest(source)).expanduser()
         if path.exists():
             if (path / "sweep.json").exists():
                 path = run_folder(find_checkpoint(path))
