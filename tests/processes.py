@@ -28,7 +28,8 @@ _IMPORTS = [
     "minigpt.optim",
     "minigpt.ema",
 ]
-_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"])
+PRELOADED = [*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"]
+_forkserver.set_forkserver_preload(PRELOADED)
 
 
 class Script:

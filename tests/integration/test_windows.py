@@ -1,0 +1,151 @@
+"""Runs, sweeps and scripts under an imitation of Windows: tests/windows/sitecustomize.py says what it imitates."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from processes import PRELOADED, Script
+from small_runs import ROOT, small_run, table
+
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.runs.run_dir import read_summary
+
+SIGBREAK = 21  # Ctrl-Break in the imitation
+HOLD = "+callbacks.hold._target_=hold.Hold"
+
+
+@pytest.fixture
+def on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let processes that start from here imitate Windows in a folder, which is returned."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    paths = [ROOT / "tests/windows", ROOT / "tests/sweeps"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("IMITATED_FOLDER", str(folder))
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    return folder
+
+
+@pytest.fixture
+def start(on_windows: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Script]]:
+    """Start a script in a process that is forked from one that imitates Windows."""
+    server: Any = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+    started = []
+
+    def run(script: str, *arguments: str) -> Script:
+        arguments = (*small_run(text, Path("data"), *arguments),) if script == "train.py" else arguments
+        started.append(Script(script, *arguments, output=on_windows.parent / f"out{len(started)}", cwd=on_windows))
+        return started[-1]
+
+    yield run
+    for script in started:
+        script.kill()
+    server._stop()
+
+
+def run_to_end(script: Script, code: int = 0) -> SimpleNamespace:
+    assert script.wait() == code, script.stderr
+    assert "Traceback" not in script.stdout + script.stderr
+    return SimpleNamespace(stdout=script.stdout, stderr=script.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.xdist_group("processes")
+def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[..., Script], on_windows: Path) -> None:
+    # A run, Ctrl-C, its resume, and samples of it: there is no link, but it is the newest.
+    trained = start("train.py", "max_steps=100000")
+    assert trained.wait_for(lambda: [*on_windows.glob(f"runs/*/{LAST}")]), trained.stderr
+    os.killpg(trained.pid, signal.SIGINT)
+    run_to_end(trained, 128 + signal.SIGINT)
+    (run,) = (on_windows / "runs").iterdir()
+    steps = read_summary(run)["steps"]
+    assert steps >= 10
+    same_run = ["hydra.run.dir=runs/latest", "resume=auto", "callbacks.samples.max_new_tokens=5"]
+    resumed = run_to_end(start("train.py", f"max_steps={steps + 10}", *same_run))
+    assert "step 10/" not in resumed.stderr
+    assert (read_summary(run)["status"], read_summary(run)["steps"]) == ("completed", steps + 10)
+    for named in ([], ["runs/latest"]):
+        sampled = run_to_end(start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1"))
+        assert sampled.stdout.startswith("7: ")
+
+    # A sweep in two workers, Ctrl-Break, its resume and its report.
+    (on_windows / "runs/sweeps").mkdir()
+    (on_windows / "runs/sweeps/hold").write_text("seed=1", encoding="utf-8")
+    swept = ["-m", "seed=1,2", "hydra.launcher.n_jobs=2", HOLD]
+    stopped = start("train.py", *swept)
+    assert stopped.wait_for((on_windows / "runs/sweeps/held").exists), stopped.stderr
+    os.killpg(stopped.pid, SIGBREAK)  # on Windows, too, it goes to the workers of the same console
+    run_to_end(stopped, 128 + SIGBREAK)
+    (sweep,) = (each for each in (on_windows / "runs/sweeps").iterdir() if each.is_dir())
+    assert read_summary(sweep / "seed=1")["status"] == "interrupted"
+    assert read_summary(sweep / "seed=1")["steps"] == 12
+    completed = run_to_end(start("train.py", *swept, "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"))
+    assert "completed" in completed.stdout
+    assert (sweep / "seed=1/log.txt").read_text(encoding="utf-8").count("step 10/20") == 1
+    (sweep / "sweep.csv").unlink()
+    run_to_end(start("sweep_report.py"))
+    assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [("2", "completed")]
+
+    # Exports, and the server.
+    run_to_end(start("export.py", str(run), "--to", "html", "--out", "page.html"))
+    run_to_end(start("export.py", str(sweep), "--to", "huggingface", "--out", "hf"))
+    assert (on_windows / "hf/config.json").exists()
+    server = start("serve.py", "runs/latest", "--port", "0")
+    assert server.wait_for(lambda: "is the page" in server.stderr), server.stderr
+    url = re.findall(r"http://\S+", server.stderr)[0]
+    assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == [run.name]
+    os.killpg(server.pid, signal.SIGINT)
+    run_to_end(server, 128 + signal.SIGINT)
+    assert not [file for file in on_windows.rglob("*") if file.is_symlink() or ".partial" in file.name]
+
+
+FORBIDDEN = {
+    "os.symlink('file', 'link')": "PermissionError",
+    "open('a:b', 'w')": "OSError",
+    "open('file'), os.remove('file')": "PermissionError",
+    "open('file'), os.replace('other', 'file')": "PermissionError",
+    "open('file'), shutil.rmtree('.')": "PermissionError",
+    "mapped('file'), os.rename('file', 'new')": "PermissionError",
+    "mapped('file'), open('file', 'w')": "PermissionError",
+    "os.rename('other', 'file')": "FileExistsError",
+    "os.replace('other', 'file'), os.remove('file'), open('a,b=c.d', 'w')": "",
+}
+
+
+def test_the_imitation_of_windows_refuses_what_windows_refuses(on_windows: Path) -> None:
+    program = f"""
+import mmap, os, shutil, signal, sys
+def mapped(name):
+    with open(name) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+for command in {[*FORBIDDEN]}:
+    for name in ("file", "other"):
+        with open(name, "w") as file:
+            file.write(name)
+    try:
+        kept = eval(command)
+        print()
+    except OSError as error:
+        print(type(error).__name__)
+    kept = None
+import minigpt.utils.signals as ours
+assert hasattr(signal, "SIGUSR1") and sys.platform == "linux"
+assert not hasattr(ours.signal, "SIGUSR1") and not hasattr(ours.os, "EX_TEMPFAIL") and ours.signal.SIGBREAK
+exec("from os import getpgid", vars(ours))
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=on_windows, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert result.stdout.splitlines() == [*FORBIDDEN.values()], result.stderr
+    assert "ImportError: cannot import name 'getpgid'" in result.stderr
