@@ -39,9 +39,13 @@ test: $(VENV)/.dev
 faults: $(VENV)/.dev
 	@PYTHONPATH=tests $(IN_VENV) -m robustness.faults $(ARGS)
 
+# Systems differ in the standard library alone, so the other two are checked without reading packages, in a tenth of
+# the time.
 lint: $(VENV)/.dev
-	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && \
-		for platform in linux darwin win32; do $(IN_VENV) -m mypy --platform $$platform || exit; done
+	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && $(IN_VENV) -m mypy --platform linux && \
+		for platform in darwin win32; do \
+			$(IN_VENV) -m mypy --platform $$platform --cache-dir .mypy_cache/$$platform --follow-imports skip \
+				--allow-subclassing-any --allow-untyped-decorators --no-warn-unused-ignores || exit; done
 
 format: $(VENV)/.dev
 	@$(IN_VENV) -m ruff check --fix . ; $(IN_VENV) -m ruff format .

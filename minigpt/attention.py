@@ -8,7 +8,7 @@ Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, 
 """
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from minigpt.config import check_heads
 from minigpt.device import CPU
 from minigpt.ops import EPS, apply_dropout, rms_norm
 
-Rotary = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
+Rotary: TypeAlias = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
 # Keys up to which the formula is faster: with AMX the kernel takes 0.9 times as long at 256, and 2.8 times at 128.
 _MAX_EXPLICIT = 128 if CPU.get("amx_bf16") else 256

@@ -8,7 +8,7 @@ Shapes: B samples, T tokens, V vocab.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from minigpt.utils.errors import RunError, UserError
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Tokenizer
 
-Prompt = Tensor | Sequence[int]
+Prompt: TypeAlias = Tensor | Sequence[int]
 
 NON_FINITE = "the model's logits are NaN or infinite; its weights hold NaN or infinite values"
 

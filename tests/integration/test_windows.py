@@ -16,7 +16,7 @@ import pytest
 from processes import PRELOADED, Script
 from small_runs import ROOT, small_run, table
 
-from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.find import LAST
 from minigpt.runs.run_dir import read_summary
 
 SIGBREAK = 21  # Ctrl-Break in the imitation
@@ -91,6 +91,7 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     (sweep,) = (each for each in (on_windows / "runs/sweeps").iterdir() if each.is_dir())
     assert read_summary(sweep / "seed=1")["status"] == "interrupted"
     assert read_summary(sweep / "seed=1")["steps"] == 12
+    (on_windows / "runs/sweeps/hold").unlink()
     completed = run_to_end(start("train.py", *swept, "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"))
     assert "completed" in completed.stdout
     assert (sweep / "seed=1/log.txt").read_text(encoding="utf-8").count("step 10/20") == 1
