@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
@@ -43,6 +44,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
+    folders = [Path(follow_latest(str(folder))) for folder in folders]
     points = list({point.folder: point for folder in folders for point in read_sweep(folder)}.values())
     rows = ranked(points)
     along = along if along is None else _full_name(rows, along)

@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
-from minigpt.checkpoints.find import follow_latest
 from minigpt.run_config import OUTSIDE
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
@@ -128,7 +127,6 @@ def read_sweep(folder: Path) -> list[Point]:
     Raises:
         UserError: the folder does not exist or holds no runs.
     """
-    folder = Path(follow_latest(str(folder)))
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a sweep, such as runs/sweeps/latest")
     folder = folder.resolve()

@@ -13,11 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from processes import PRELOADED, Script
-from small_runs import ROOT, small_run, table
+from small_runs import ROOT, one_line, small_run, table
 
-from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.find import LAST, find_checkpoint, follow_latest
+from minigpt.runs.overrides import literal, quote_override, quote_path
 from minigpt.runs.run_dir import read_summary
+from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import shell_join
 
 SIGBREAK = 21  # Ctrl-Break in the imitation
 HOLD = "+callbacks.hold._target_=hold.Hold"
@@ -99,7 +103,10 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     run_to_end(start("sweep_report.py"))
     assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [("2", "completed")]
 
-    # Exports, and the server.
+    # A run that is refused while its lock is held, exports, and the server.
+    refused = run_to_end(start("train.py", "data.path=missing.txt"), 2)
+    assert one_line(SimpleNamespace(returncode=2, **vars(refused))).startswith("error: data.path=missing.txt does not")
+    assert {each.name for each in (on_windows / "runs").iterdir()} == {run.name, "sweeps"}
     run_to_end(start("export.py", str(run), "--to", "html", "--out", "page.html"))
     run_to_end(start("export.py", str(sweep), "--to", "huggingface", "--out", "hf"))
     assert (on_windows / "hf/config.json").exists()
@@ -110,6 +117,50 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     os.killpg(server.pid, signal.SIGINT)
     run_to_end(server, 128 + signal.SIGINT)
     assert not [file for file in on_windows.rglob("*") if file.is_symlink() or ".partial" in file.name]
+
+
+def test_printed_commands_are_quoted_for_cmd_and_powershell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    plain = [
+        r".venv\Scripts\python.exe",
+        "scripts/train.py",
+        r"data.path=C:\a\b.txt",
+        "max_steps=5",
+        "--seed",
+        "-1.5e-3",
+    ]
+    assert shell_join(*plain) == " ".join(plain)
+    # A comma makes an array in PowerShell, and & ends a command in cmd.
+    for word in ("seed=1,2", r"hydra.run.dir='runs\a b'", "a&b", "", "(x)", "a;b"):
+        assert shell_join(word) == f'"{word}"'
+    assert shell_join('say "hi"') == subprocess.list2cmdline(['say "hi"']) == r'"say \"hi\""'
+
+
+def test_paths_of_windows_are_overrides_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = OverridesParser.create().parse_override
+    for path in (r"C:\Users\x y\runs", r"runs\2026", "C:\\a\\", r"D:\it's\$x", r"\\server\share\a,b"):
+        assert parse(f"hydra.run.dir={quote_path(path)}").value() == path
+        assert parse(f"hydra.run.dir={quote_override(path)}").value() == path
+        assert parse(literal(f"data.path={path}", sweeps=False)).value() == path
+    monkeypatch.setenv("HOME", r"C:\Users\x")
+    assert literal("data.path=['~/a',b]", sweeps=False) == "data.path=['~/a',b]"
+    assert literal("data.path=[~/a,~/b]", sweeps=False) == r"data.path=[C:\Users\x/a,C:\Users\x/b]"
+
+
+def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path) -> None:
+    assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/latest"
+    for age, file in enumerate(("new/.hydra/overrides.yaml", "swept/sweep.json", "old/.hydra/overrides.yaml")):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+        os.utime(tmp_path / file, (1e9 - age,) * 2)
+    (tmp_path / "mine").mkdir()  # of the user, and the newest
+    assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/new"
+    assert follow_latest(f"{tmp_path}/old") == f"{tmp_path}/old"
+    (tmp_path / "new/.hydra/overrides.yaml").unlink()
+    assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/swept"
+    (tmp_path / "latest").symlink_to("removed")
+    with pytest.raises(UserError, match="latest does not exist; give a run folder or a checkpoint file"):
+        find_checkpoint(tmp_path / "latest")
 
 
 FORBIDDEN = {
