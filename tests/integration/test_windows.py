@@ -84,10 +84,10 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
         sampled = run_to_end(start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1"))
         assert sampled.stdout.startswith("7: ")
 
-    # A sweep in two workers, Ctrl-Break, its resume and its report.
+    # A sweep of two seeds in a worker process, Ctrl-Break, its resume and its report.
     (on_windows / "runs/sweeps").mkdir()
     (on_windows / "runs/sweeps/hold").write_text("seed=1", encoding="utf-8")
-    swept = ["-m", "seed=1,2", "hydra.launcher.n_jobs=2", HOLD]
+    swept = ["-m", "seed=1,2", "hydra.launcher.n_jobs=1", HOLD]
     stopped = start("train.py", *swept)
     assert stopped.wait_for((on_windows / "runs/sweeps/held").exists), stopped.stderr
     os.killpg(stopped.pid, SIGBREAK)  # on Windows, too, it goes to the workers of the same console
@@ -106,7 +106,8 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     # A run that is refused while its lock is held, exports, and the server.
     refused = run_to_end(start("train.py", "data.path=missing.txt"), 2)
     assert one_line(SimpleNamespace(returncode=2, **vars(refused))).startswith("error: data.path=missing.txt does not")
-    assert {each.name for each in (on_windows / "runs").iterdir()} == {run.name, "sweeps"}
+    left = [file.name for file in (on_windows / "runs").glob("*/*") if not {run, sweep.parent} & {*file.parents}]
+    assert left == [".lock"]  # which filelock removes on Windows
     run_to_end(start("export.py", str(run), "--to", "html", "--out", "page.html"))
     run_to_end(start("export.py", str(sweep), "--to", "huggingface", "--out", "hf"))
     assert (on_windows / "hf/config.json").exists()
