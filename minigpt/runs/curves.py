@@ -1,12 +1,13 @@
-"""The plot `curves.png` of a run."""
+"""The plot `curves.png` of a run, which a notebook shows while it trains."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import CURVES, METRICS
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import in_notebook, sanitize_line
 
 
 def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
@@ -16,14 +17,16 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     columns = {name: list(zip(*points, strict=True)) for name, points in read_metrics(folder / METRICS).items()}
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    if "train_loss" in columns:
-        losses.plot(*columns["train_loss"], color="tab:blue", alpha=0.6, linewidth=1, label="train")
-    if "val_loss" in columns:
-        losses.plot(*columns["val_loss"], color="tab:orange", marker="o", markersize=4, label="validation")
+    lines: dict[str, Any] = {
+        "train_loss": (losses, {"color": "tab:blue", "alpha": 0.6, "linewidth": 1, "label": "train"}),
+        "val_loss": (losses, {"color": "tab:orange", "marker": "o", "markersize": 4, "label": "validation"}),
+        "learning_rate": (rates, {"color": "tab:green", "linewidth": 1}),
+    }
+    for name, (axes, style) in lines.items():
+        if name in columns:
+            axes.plot(*columns[name], **style)
     if (best := summary.get("best_val_loss")) is not None:
         losses.plot(summary["best_step"], best, "*", color="tab:red", markersize=10, label=f"best {best:.4f}")
-    if "learning_rate" in columns:
-        rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
     losses.set(ylabel="loss (nats per token)", title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate")
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
@@ -31,3 +34,12 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
     figure.savefig(folder / CURVES, dpi=120)
+    show_curves(folder)
+
+
+def show_curves(folder: Path, *, update: bool = True) -> None:
+    """Show the curves of a run in the output of a notebook that a call without `update` has made for them."""
+    if in_notebook():
+        ipython = import_module("IPython.display")
+        picture = ipython.Image(filename=folder / CURVES, width=640) if update else ipython.HTML("")
+        ipython.display(picture, display_id=str(folder), update=update)

@@ -9,8 +9,9 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import search_path
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import escape_unencodable, is_rank_zero, sanitize_line
+from minigpt.utils.terminal import escape_unencodable, in_notebook, is_rank_zero, sanitize_line
 
 if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
@@ -52,7 +53,7 @@ _one_run = threading.RLock()  # seeds, Hydra and flags of torch are of the proce
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
+    """Train in this process, as `python scripts/train.py OVERRIDES` does; a notebook shows the curves and the progress.
 
     Of several threads, one trains after the other. With several devices, other processes are started that train with
     the same overrides; they do not run the program that calls this function.
@@ -70,32 +71,38 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     ):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
     try:
-        with _one_run, own_ranks(), own_hydra():
+        output = sys.stdout if in_notebook() else sys.stderr  # notebooks show stderr in red
+        with _one_run, own_ranks(), own_hydra(), redirect_stderr(output):
             join_ranks()
             overrides = complete_overrides(overrides)
             with initialize_config_dir(search_path(overrides), version_base="1.3"):
                 cfg = compose("train", overrides=overrides, return_hydra_config=True)
             with env_override(cfg.hydra.job.env_set):
                 return train_composed(cfg, overrides)
-    except Exception as error:
+    except BaseException as error:
+        frees = hasattr(error, "_render_traceback_") or type(error).__name__ == "OutOfMemoryError"
+        if in_notebook() and frees:  # a notebook keeps the frames of the last error, and with them the model
+            traceback.clear_frames(error.__traceback__)
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
         raise UserError(error_text(error)) from error  # of Hydra
 
 
 @run_dir.remove_unused_folders()
-def train_composed(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> dict[str, Any]:
     """Train with a configuration that has the node `hydra`, which is removed; return what `train` does.
 
     Args:
-        overrides: from which other ranks compose the same.
+        overrides: those of `train`, from which other ranks compose the same.
     """
     folder = run_dir.make_folder(cfg.hydra.run).absolute()
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    train_in(folder, cfg, [*overrides, f"hydra.run.dir={quote_override(folder)}"])
+    in_folder = [*(overrides or ()), f"hydra.run.dir={quote_override(folder)}"]
+    resume = None if overrides is None else f"train({[*in_folder, 'resume=auto']})"
+    train_in(folder, cfg, in_folder, resume_command=resume)
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
 

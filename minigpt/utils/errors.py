@@ -11,6 +11,9 @@ class UserError(Exception):
     exit_code = 2
     of_all_ranks = True  # every rank raises it, and rank 0 prints it
 
+    def _render_traceback_(self) -> list[str]:  # what a notebook shows, without 40 frames
+        return [f"error: {self}"]
+
 
 class RunError(UserError):
     """A run with valid input failed. Exit code 1."""

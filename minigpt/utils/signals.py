@@ -24,6 +24,9 @@ class Interrupted(BaseException):
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
         self.exit_code = REQUEUE_EXIT_CODE if signum == REQUEUE_SIGNAL else 128 + signum
 
+    def _render_traceback_(self) -> list[str]:  # what a notebook shows
+        return [str(self)]
+
 
 def exit_on_requeue_signal() -> None:
     """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal` replaces the handler."""

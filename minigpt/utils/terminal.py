@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
@@ -57,6 +58,12 @@ def rank_variables() -> tuple[str, ...]:
 def env_number(name: str, default: int) -> int:
     """Return the number with which an environment variable begins, 4 of "4,2"; `default` if it begins with none."""
     return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython: Any = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def log(line: str) -> None:

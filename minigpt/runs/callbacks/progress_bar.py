@@ -1,4 +1,4 @@
-"""The progress bar on a terminal, and its lines in `log.txt`."""
+"""The progress bar on a terminal and in a notebook, and its lines in `log.txt`."""
 
 import sys
 from collections.abc import Mapping
@@ -7,19 +7,27 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minigpt.runs.curves import plot_curves, show_curves
 from minigpt.runs.run_dir import append_log
+from minigpt.utils.terminal import in_notebook
 
 
 class Progress:
-    """Show the last losses and the speed: a bar on a terminal, one line per validation elsewhere and in `log.txt`."""
+    """Show the last losses and the speed: a bar on a terminal, one line per validation elsewhere and in `log.txt`.
+
+    A notebook shows the curves too, which each validation updates.
+    """
 
     def __init__(self, max_steps: int, folder: Path, *, step: int = 0) -> None:
-        self.folder, self.terminal = folder, sys.stderr.isatty()
+        self.folder = folder
+        self.notebook = in_notebook()
+        self.has_bar = self.notebook or sys.stderr.isatty()
         self.fields = {"loss": "", "val": "", "speed": ""}
+        show_curves(folder, update=False)  # above the bar
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
             initial=step,  # of a run that resumes
-            disable=not self.terminal,
+            disable=not self.has_bar,
             delay=1e-3,  # appears with the first metrics
             miniters=0,  # any update draws it again, at most ten times per second
             dynamic_ncols=True,
@@ -34,7 +42,9 @@ class Progress:
             }
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
-            append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.terminal)
+            append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.has_bar)
+            if self.notebook:
+                plot_curves(self.folder)
         self.bar.set_description_str(self._line(), refresh=False)
         self.bar.update(step - self.bar.n)
 
