@@ -1,17 +1,20 @@
 """The plot `curves.png` of a run, which a notebook shows while it trains."""
 
+from base64 import b64encode
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import CURVES, METRICS
-from minigpt.utils.terminal import in_notebook, sanitize_line
+from minigpt.utils.terminal import notebook, sanitize_line
 
 
 def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
-    """Plot the losses and the learning rate of a run folder over optimizer steps, and mark the best of its summary."""
+    """Plot the losses and the learning rate of a run folder over optimizer steps, and mark the best of its summary.
+
+    A notebook shows the plot where the run of this folder has an output for it.
+    """
     from matplotlib.figure import Figure
 
     columns = {name: list(zip(*points, strict=True)) for name, points in read_metrics(folder / METRICS).items()}
@@ -34,12 +37,10 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
     figure.savefig(folder / CURVES, dpi=120)
-    show_curves(folder)
-
-
-def show_curves(folder: Path, *, update: bool = True) -> None:
-    """Show the curves of a run in the output of a notebook that a call without `update` has made for them."""
-    if in_notebook():
-        ipython = import_module("IPython.display")
-        picture = ipython.Image(filename=folder / CURVES, width=640) if update else ipython.HTML("")
-        ipython.display(picture, display_id=str(folder), update=update)
+    if shell := notebook():
+        shell.display_pub.publish(
+            {"image/png": b64encode((folder / CURVES).read_bytes()).decode()},
+            {"image/png": {"width": 640}},
+            transient={"display_id": str(folder)},
+            update=True,
+        )

@@ -43,7 +43,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import search_path
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import escape_unencodable, in_notebook, is_rank_zero, sanitize_line
+from minigpt.utils.terminal import escape_unencodable, is_rank_zero, notebook, sanitize_line
 
 if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
@@ -71,8 +71,8 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     ):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
     try:
-        output = sys.stdout if in_notebook() else sys.stderr  # notebooks show stderr in red
-        with _one_run, own_ranks(), own_hydra(), redirect_stderr(output):
+        # A notebook shows stderr in red.
+        with _one_run, own_ranks(), own_hydra(), redirect_stderr(sys.stdout if notebook() else sys.stderr):
             join_ranks()
             overrides = complete_overrides(overrides)
             with initialize_config_dir(search_path(overrides), version_base="1.3"):
@@ -80,8 +80,8 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
             with env_override(cfg.hydra.job.env_set):
                 return train_composed(cfg, overrides)
     except BaseException as error:
-        frees = hasattr(error, "_render_traceback_") or type(error).__name__ == "OutOfMemoryError"
-        if in_notebook() and frees:  # a notebook keeps the frames of the last error, and with them the model
+        # A notebook keeps the frames of the last error, and with them the model.
+        if notebook() and (hasattr(error, "_render_traceback_") or "OutOfMemory" in type(error).__name__):
             traceback.clear_frames(error.__traceback__)
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
@@ -101,8 +101,12 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
     in_folder = [*(overrides or ()), f"hydra.run.dir={quote_override(folder)}"]
-    resume = None if overrides is None else f"train({[*in_folder, 'resume=auto']})"
-    train_in(folder, cfg, in_folder, resume_command=resume)
+    train_in(
+        folder,
+        cfg,
+        in_folder,
+        resume_command=None if overrides is None else f"train({[*in_folder, 'resume=auto']})",
+    )
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
 

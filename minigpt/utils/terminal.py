@@ -60,10 +60,10 @@ def env_number(name: str, default: int) -> int:
     return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
 
 
-def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
-    ipython: Any = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+def notebook() -> Any:
+    """Return the shell of IPython if this process is the kernel of a notebook, else None."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None
 
 
 def log(line: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from minigpt.runs.curves import plot_curves, show_curves
+from minigpt.runs.curves import plot_curves
 from minigpt.runs.run_dir import append_log
-from minigpt.utils.terminal import in_notebook
+from minigpt.utils.terminal import notebook
 
 
 class Progress:
@@ -20,10 +20,11 @@ class Progress:
 
     def __init__(self, max_steps: int, folder: Path, *, step: int = 0) -> None:
         self.folder = folder
-        self.notebook = in_notebook()
-        self.has_bar = self.notebook or sys.stderr.isatty()
+        self.shell = notebook()
+        self.has_bar = self.shell is not None or sys.stderr.isatty()
         self.fields = {"loss": "", "val": "", "speed": ""}
-        show_curves(folder, update=False)  # above the bar
+        if self.shell:  # an output above the bar for the curves
+            self.shell.display_pub.publish({"text/html": ""}, transient={"display_id": str(folder)})
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
             initial=step,  # of a run that resumes
@@ -43,7 +44,7 @@ class Progress:
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
             append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.has_bar)
-            if self.notebook:
+            if self.shell:
                 plot_curves(self.folder)
         self.bar.set_description_str(self._line(), refresh=False)
         self.bar.update(step - self.bar.n)

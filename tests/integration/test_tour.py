@@ -1,0 +1,131 @@
+"""The notebook docs/minigpt.ipynb: all of its cells run in a kernel, with few training steps, and `train` in one."""
+
+import os
+import string
+from base64 import b64decode
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from matplotlib.image import imread
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell
+from small_runs import ROOT, table
+
+NOTEBOOK = ROOT / "docs/minigpt.ipynb"
+SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 originality=null trainer.accelerator=cpu"
+INTERRUPTED = """
+import signal, threading
+from lightning.pytorch.callbacks import Callback
+
+class Interrupt(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 7:
+            signal.raise_signal(signal.SIGINT)  # as the button of Jupyter does
+
+sys.modules["interrupt"] = sys.modules["__main__"]
+before = [signal.getsignal(signal.SIGINT), sys.stderr, dict(os.environ)]
+train([*TRAIN, "max_steps=1000", "+callbacks.interrupt._target_=interrupt.Interrupt", "hydra.run.dir=stopped"])
+"""
+AFTER = "print(before == [signal.getsignal(signal.SIGINT), sys.stderr, dict(os.environ)], matplotlib.get_backend())"
+REFUSED = 'train([*TRAIN, "model.n_head=7"])'
+
+
+def read():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def pictures(cell):
+    """The pictures among the outputs of a cell, as PNG files."""
+    data = [output.get("data", {}).get("image/png") for output in cell.outputs]
+    return [b64decode(picture) for picture in data if picture]
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def test_the_notebook_is_short_and_stores_no_output_but_pictures_that_are_small():
+    cells = read().cells
+    assert len(cells) <= 40
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    assert len(outputs) == 3
+    assert all({*output.data} == {"image/png"} for output in outputs)
+    assert all(cell.get("execution_count") is None for cell in cells)
+    assert NOTEBOOK.stat().st_size < 300_000
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory):
+    """The cells of the notebook after a short run, by the beginning of their code."""
+    folder = tmp_path_factory.mktemp("tour")
+    (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
+    notebook = read()
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source = f"""
+import matplotlib
+TRAIN = "data.path=all.txt max_steps=20 eval_every=10 {SHORT}".split()
+SWEEP = "data.path=all.txt max_steps=2 eval_every=1 {SHORT} model.n_embd=8,16 seed=1,2 hydra/launcher=basic"
+"""
+    failing = {"metadata": {"tags": ["raises-exception"]}}
+    notebook.cells += [new_code_cell(INTERRUPTED, **failing), new_code_cell(AFTER), new_code_cell(REFUSED, **failing)]
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    ).execute(env=environment)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    def find(beginning):
+        return next(cell for cell in code if cell.source.strip().startswith(beginning) or beginning in cell.source)
+
+    return SimpleNamespace(code=code, find=find, folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_every_cell_runs_without_warnings_and_shows_its_pictures(tour):
+    *cells, _, _, _ = tour.code
+    for cell in cells:
+        assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
+        assert "warning" not in printed(cell).lower()
+    for beginning in ("run = train(TRAIN)", "sweep.png", "plot_maps("):
+        (picture,) = pictures(tour.find(beginning))
+        assert imread(BytesIO(picture)).std() > 0.01  # is not blank
+    (answer,) = [output.data["text/markdown"] for output in tour.find("sweep.png").outputs if "text/markdown" in output.data]
+    assert "n_embd" in answer
+
+
+@pytest.mark.slow
+def test_the_curves_of_a_training_are_those_of_its_end_above_a_bar_that_reaches_it(tour):
+    cell = tour.find("run = train(TRAIN)")
+    (folder,) = (tour.folder / "runs").glob("20*")
+    assert pictures(cell) == [(folder / "curves.png").read_bytes()]
+    kinds = [output.output_type for output in cell.outputs]
+    assert kinds[kinds.index("display_data") :] == ["display_data", "stream"]  # one for all lines below
+    bar = cell.outputs[-1].text.partition("\n")[0].rpartition("\r")[2]
+    assert "20/20 steps" in bar
+    assert f"val {float(table(folder / 'metrics.csv')[-1]['val_loss']):.4f}" in bar
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(tour):
+    cell, after = tour.find(INTERRUPTED), tour.find(AFTER)
+    (error,) = [output for output in cell.outputs if output.output_type == "error"]
+    assert error.traceback == ["interrupted by SIGINT"]
+    assert (tour.folder / "stopped/checkpoints/last.safetensors").exists()
+    (line,) = [line for line in printed(cell).splitlines() if line.startswith("resume with: ")]
+    assert line.endswith("'resume=auto'])")
+    assert printed(after).split() == ["True", "inline"]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_user_is_one_line_instead_of_a_traceback(tour):
+    (error,) = tour.find(REFUSED).outputs
+    (line,) = error.traceback
+    assert "model.n_head=7" in line
