@@ -13,7 +13,7 @@ from minigpt.utils.terminal import notebook, sanitize_line
 def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     """Plot the losses and the learning rate of a run folder over optimizer steps, and mark the best of its summary.
 
-    A notebook shows the plot where the run of this folder has an output for it.
+    A notebook shows the plot where the training of this cell has an output for it.
     """
     from matplotlib.figure import Figure
 
@@ -41,6 +41,6 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
         shell.display_pub.publish(
             {"image/png": b64encode((folder / CURVES).read_bytes()).decode()},
             {"image/png": {"width": 640}},
-            transient={"display_id": str(folder)},
+            transient={"display_id": f"{folder} {shell.execution_count}"},
             update=True,
         )

@@ -24,7 +24,9 @@ class Progress:
         self.has_bar = self.shell is not None or sys.stderr.isatty()
         self.fields = {"loss": "", "val": "", "speed": ""}
         if self.shell:  # an output above the bar for the curves
-            self.shell.display_pub.publish({"text/html": ""}, transient={"display_id": str(folder)})
+            self.shell.display_pub.publish(
+                {"text/html": ""}, transient={"display_id": f"{folder} {self.shell.execution_count}"}
+            )
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
             initial=step,  # of a run that resumes
