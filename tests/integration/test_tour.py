@@ -16,7 +16,7 @@ from small_runs import ROOT, table
 NOTEBOOK = ROOT / "docs/minigpt.ipynb"
 SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 originality=null trainer=cpu"
 INTERRUPTED = """
-import signal, threading
+import gc, signal
 from lightning.pytorch.callbacks import Callback
 
 class Interrupt(Callback):
@@ -24,12 +24,17 @@ class Interrupt(Callback):
         if trainer.global_step == 7:
             signal.raise_signal(signal.SIGINT)  # as the button of Jupyter does
 
+def state():
+    gc.collect()
+    models = [one for one in gc.get_objects() if type(one) is GPT and not one.wte.weight.is_meta]
+    return [signal.getsignal(signal.SIGINT), sys.stderr, dict(os.environ), len(models)]
+
 sys.modules["interrupt"] = sys.modules["__main__"]
-before = [signal.getsignal(signal.SIGINT), sys.stderr, dict(os.environ)]
+before = state()
 train([*TRAIN, "+callbacks.interrupt._target_=interrupt.Interrupt", "hydra.run.dir=stopped"])
 """
 AFTER = """
-assert before == [signal.getsignal(signal.SIGINT), sys.stderr, dict(os.environ)]
+assert before == state()
 resumed = train([*TRAIN, "hydra.run.dir=stopped", "resume=auto"])
 print(matplotlib.get_backend(), resumed["status"])
 """
