@@ -346,7 +346,9 @@ def memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or that this machine or container has."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    total = _ASSUMED_MEMORY if sys.platform == "win32" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform == "win32":
+        return _ASSUMED_MEMORY
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
         with suppress(OSError, ValueError):  # "max": no limit
             total = min(total, int(Path("/sys/fs/cgroup", limit).read_text(encoding="utf-8")))
