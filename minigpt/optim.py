@@ -177,8 +177,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     Muon's quintic polynomial does not converge: it raises small singular values fastest, and after five steps
     all of them are between about 0.7 and 1.2. (N, R, C) to (N, R, C).
 
-    In float16 the result is closer to that in float64 than in bfloat16, by a factor of 6 to 9 on random matrices
-    of 64 to 3,072 columns, because singular values stay below 1.3. Float32 is divided by its norm first: elements
+    In float16 the result is closer to that in float64 than in bfloat16, by a factor of 7 to 9 on random matrices
+    of 64 × 64 and 768 × 3,072, and singular values stay below 1.3. Float32 is divided by its norm first: elements
     below 6e-8 are 0 in float16.
     """
     x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
