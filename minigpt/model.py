@@ -122,7 +122,8 @@ class GPT(nn.Module):
         except IndexError as error:
             expected = f"in [0, {self.config.vocab_size}), or -100, which is ignored"
             raise ValueError(f"targets must be {expected}; got {_range(targets)}") from error
-        if reduction == "mean" and _is_nan(loss) and (targets == -100).all():
+        is_mean = reduction == "mean" and not torch.compiler.is_compiling()  # `suppress` cannot be traced before 2.11
+        if is_mean and _is_nan(loss) and (targets == -100).all():
             raise ValueError("the targets have no id: all are -100, which is ignored")
         return loss
 
@@ -280,7 +281,7 @@ def _range(ids: Tensor) -> str:
 
 
 def _is_nan(loss: Tensor) -> bool:
-    """Return whether a loss on a CPU is NaN; the value on a GPU, of a compiled model or under vmap is not read."""
+    """Return whether a loss on a CPU is NaN; the value on a GPU or under vmap is not read."""
     with suppress(RuntimeError):
-        return loss.device.type == "cpu" and not torch.compiler.is_compiling() and bool(loss.isnan())
+        return loss.device.type == "cpu" and bool(loss.isnan())
     return False
