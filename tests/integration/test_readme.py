@@ -156,7 +156,7 @@ def test_make_adds_a_recipe_to_arguments_that_bring_none(tmp_path, target):
     (tmp_path / "venv/bin/python").chmod(0o755)
     for name in ("pyproject.toml", "constraints.txt", "venv/.train"):
         (tmp_path / name).touch()
-    settings = ["VENV=venv", "PYTHON=none", "RECIPE=fast_cpu"]
+    settings = ["VENV=venv", "UV=", "PYTHON=none", "RECIPE=fast_cpu"]
     make = ["make", "-s", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), target, *settings]
     for given, added in ADDED.items():
         done = subprocess.run([*make, f"ARGS={given}"], check=True, capture_output=True, encoding="utf-8")
