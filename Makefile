@@ -64,7 +64,7 @@ $(VENV)/.train: pyproject.toml constraints.txt | check-venv
 # The pip of Python 3.11 to 3.13 knows no dependency groups.
 $(VENV)/.dev: $(VENV)/.train
 	@echo "installing the test dependencies into $(VENV) (once) ..." >&2
-	@$(if $(UV),,$(INSTALL) "pip>=25.1" &&) $(INSTALL) -e . --group dev && touch $@
+	@$(if $(UV),,$(INSTALL) "pip>=25.1" &&) $(INSTALL) --group dev && touch $@
 
 check-venv:
 	@if [ -e $(VENV) ]; then \

@@ -52,7 +52,7 @@ def test_make_installs_with_uv_where_it_is_installed(clone, first):
     assert done.returncode == 0, done.stderr
     created, *installed = (clone / "uv.txt").read_text().splitlines()
     assert created == " ".join(first or ["venv --quiet --seed .venv"])  # a .venv that is there is kept
-    assert [re.split("-c constraints.txt ", line)[1] for line in installed] == ["torch", "-e .", "-e . --group dev"]
+    assert [re.split("-c constraints.txt ", line)[1] for line in installed] == ["torch", "-e .", "--group dev"]
     assert all(line.startswith("pip install --python .venv/bin/python ") for line in installed)
     assert make(clone, ".venv/.dev").returncode == 0
     assert len((clone / "uv.txt").read_text().splitlines()) == 4  # installed once
@@ -65,7 +65,7 @@ def test_make_takes_pip_without_uv_and_has_one_that_knows_groups(clone):
     lines = (clone / "pip.txt").read_text().splitlines()
     assert all(line.startswith("-m pip install ") for line in lines)
     installed = [line.split("-c constraints.txt ")[1] for line in lines]
-    assert installed == ["torch", "-e .", "pip>=25.1", "-e . --group dev"]
+    assert installed == ["torch", "-e .", "pip>=25.1", "--group dev"]
     assert not (clone / "uv.txt").exists()
 
 
