@@ -20,13 +20,11 @@ class Progress:
 
     def __init__(self, max_steps: int, folder: Path, *, step: int = 0) -> None:
         self.folder = folder
-        self.shell = notebook()
-        self.has_bar = self.shell is not None or sys.stderr.isatty()
+        self.has_bar = sys.stderr.isatty() or notebook() is not None
         self.fields = {"loss": "", "val": "", "speed": ""}
-        if self.shell:  # an output above the bar for the curves
-            self.shell.display_pub.publish(
-                {"text/html": ""}, transient={"display_id": f"{folder} {self.shell.execution_count}"}
-            )
+        if shell := notebook():  # an output above the bar for the curves
+            output = f"{folder} {shell.execution_count}"
+            shell.display_pub.publish({"text/html": ""}, transient={"display_id": output})
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
             initial=step,  # of a run that resumes
@@ -46,7 +44,7 @@ class Progress:
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
             append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.has_bar)
-            if self.shell:
+            if notebook():
                 plot_curves(self.folder)
         self.bar.set_description_str(self._line(), refresh=False)
         self.bar.update(step - self.bar.n)
