@@ -134,7 +134,7 @@ def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(sa
 
 
 def test_an_unreadable_text_is_one_error_line(saves, sample):
-    Path("other.jsonl").write_text('{"story": "a fox"}')
+    Path("other.jsonl").write_text('{"story": "a fox"}', encoding="utf-8")
     for option in ("--prompt-file", "--score"):
         for file, stdin, problem in (
             ("none.txt", b"", "does not exist"),

@@ -300,7 +300,7 @@ def test_rows_of_json_under_another_name_are_refused(tmp_path, name):
 
 @pytest.mark.parametrize("text", [*SEVERAL, '{"text": "one row"}', '["a", "b"]'])
 def test_rows_of_json_on_standard_input_are_refused(text, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8"))
     with pytest.raises(UserError, match="--score=- holds JSON, whose syntax would be trained on"):
         list(read_texts("-", "--score"))
 

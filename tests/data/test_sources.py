@@ -129,7 +129,7 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
 def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     monkeypatch.setenv("SLURM_NTASKS", "4")  # of a batch job, whose script is one process
     monkeypatch.setenv("WORLD_SIZE", "2")  # of a pod of Kubeflow
     for name in (*SRUN, "LOCAL_RANK"):
@@ -144,7 +144,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
             for path in ("-", "/dev/stdin"):
                 with pytest.raises(UserError, match=rf"data\.path={path} .*{problem}"):
                     find(path=path)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
     for path in ("-", "/dev/stdin"):
         source, _ = find(path=path)
         assert texts_of(source) == [content.decode().replace("\r\n", "\n")]

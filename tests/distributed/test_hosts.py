@@ -38,7 +38,7 @@ def torchrun(hosts: Hosts, host: int, options: str, overrides: list[str]) -> Any
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(ROOT / "scripts/train.py")]
-    with NamedTemporaryFile("w", dir=hosts.folder, delete=False) as log:  # a pipe could be full
+    with NamedTemporaryFile("w", encoding="utf-8", dir=hosts.folder, delete=False) as log:  # a pipe could be full
         options = {"cwd": hosts.folder, "stdout": log, "stderr": subprocess.STDOUT}
         launcher = hosts.run(host, [*command, *overrides, "collective_timeout=10"], env, **options)
     launcher.log = Path(log.name)

@@ -108,9 +108,9 @@ def measure_memory(file: Path, optimizer: str) -> None:
         made.ranks = Shards(distributed.group.WORLD)
     made.step()
     made.zero_grad()
-    file.write_text(f"{resident_bytes() - before}")
+    file.write_text(f"{resident_bytes() - before}", encoding="utf-8")
 
 
 def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024

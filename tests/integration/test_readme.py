@@ -99,8 +99,8 @@ def write_own_parts():
     files = {"optimizer/sgd": optimizer, "schedule/halving": schedule, "callbacks/counting": callback}
     for name, text in files.items():
         Path("mine", name).parent.mkdir(parents=True)
-        Path("mine", f"{name}.yaml").write_text(text)
-    Path("my_code.py").write_text("\n".join(code))
+        Path("mine", f"{name}.yaml").write_text(text, encoding="utf-8")
+    Path("my_code.py").write_text("\n".join(code), encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/platforms.md"])

@@ -25,7 +25,7 @@ PYENV = f'#!/bin/sh\n[ ! -e .python-version ] || {{ echo "not installed" >&2; ex
 
 def write_script(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     file.chmod(0o755)
 
 

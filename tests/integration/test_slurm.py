@@ -123,7 +123,7 @@ def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with
     file.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]), encoding="utf-8")
     job = finish(cluster("sbatch", "--parsable", "--ntasks=2", "--nodes=2", "--export=ALL", str(file))).strip()
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
-    log = Path(f"{file}.log").read_text()
+    log = Path(f"{file}.log").read_text(encoding="utf-8")
     assert [read_summary(tmp_path / name).get("world_size") for name in ("one", "two", "step")] == [1, 2, 1], log
     assert_equal_weights(tmp_path / "one", trained())
     assert_equal_weights(tmp_path / "step", trained())
@@ -144,7 +144,7 @@ def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_unint
     wait_until(lambda: (folder / "metrics.csv").exists())
     finish(cluster("scancel", "--signal=USR1", job))
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
-    log, summary = Path(f"{folder}.log").read_text(), read_summary(folder)
+    log, summary = Path(f"{folder}.log").read_text(encoding="utf-8"), read_summary(folder)
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 20, 2), log
     assert log.count("interrupted by SIGUSR1") == 1
     train_on_ranks([[*ranks, "trainer.devices=2", f"hydra.run.dir={tmp_path}/uninterrupted"]])

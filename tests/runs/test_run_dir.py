@@ -232,7 +232,7 @@ def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
     with open(file, newline="", encoding="utf-8") as opened:
         assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [0.5, 1.0, 1.5]
     assert pandas.read_csv(file)[name].dropna().tolist() == [0.5, 1.0, 1.5]
-    with open(file, "a") as opened:
+    with open(file, "a", encoding="utf-8") as opened:
         opened.write('3,"')  # of a killed run
     assert read_metrics(file) == expected
     truncate_metrics(file, 2)

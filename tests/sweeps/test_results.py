@@ -88,7 +88,9 @@ def printed(capsys):
 
 @pytest.fixture
 def no_plot(monkeypatch):
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot", encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("missing", [None, "summary.json", "metrics.csv"])
@@ -96,7 +98,7 @@ def test_a_point_has_the_measurements_of_its_run_from_either_file(tmp_path, caps
     bits = 1 / math.log(2)  # of the best validation, with two bytes per token
     measured = {"losses": (3.0, 2.0, 2.5), "bytes_per_token": 2.0, "params": 50, "speed": 128.0}
     folder = run_folder(tmp_path / "0", "seed=1", best_val_bits_per_byte=bits, **measured)
-    with open(folder / "metrics.csv", "a") as file:
+    with open(folder / "metrics.csv", "a", encoding="utf-8") as file:
         file.write("40,2560,0.3,1.")  # a line that is not complete yet
     if missing:
         (folder / missing).unlink()
@@ -666,9 +668,9 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     report(folders, out=Path("out"))
     assert {path.name for path in Path("out").iterdir()} == FILES
     assert [Path(row["folder"]).parts[-2:] for row in table("out/runs.csv")] == [("b", "0"), ("c", "0"), ("a", "0")]
-    assert Path("out/sweep.md").read_text().startswith("# 4 sweeps\n")
+    assert Path("out/sweep.md").read_text(encoding="utf-8").startswith("# 4 sweeps\n")
     report([tmp_path / "a/0", tmp_path / "c/0"], out=Path("runs"))
-    assert Path("runs/sweep.md").read_text().startswith("# 2 runs\n")
+    assert Path("runs/sweep.md").read_text(encoding="utf-8").startswith("# 2 runs\n")
 
 
 @pytest.mark.parametrize("columns", [80, 200])

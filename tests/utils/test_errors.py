@@ -172,7 +172,7 @@ def test_a_closed_pipe_is_no_error_and_hides_none():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_output_to_a_full_disk_is_an_error_in_one_line():
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         assert run("print('a few words')", stdout=full) == (1, f"error: {FULL}\n")
 
 

@@ -209,7 +209,7 @@ def test_a_long_request_waits_though_shorter_ones_of_its_prompt_join():
 
 def test_the_cache_may_take_a_quarter_of_the_memory():
     limit = serve(make(), lambda engine: asyncio.sleep(0, engine.max_cache_bytes))
-    (total,) = re.findall(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
+    (total,) = re.findall(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
     assert 0 < limit <= int(total) * 1024 / 4
 
 

@@ -153,7 +153,9 @@ def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, t
     warning = exported.stderr.splitlines()[-1]
     assert warning.startswith("warning: the page has no curves of what was learned when: ")
     assert "the token files of the run are not in" in warning
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text())
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*)</script>', Path("page.html").read_text(encoding="utf-8")
+    )
     assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
 
 

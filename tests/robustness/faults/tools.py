@@ -129,7 +129,7 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
                 os.kill(os.getpid(), signum)
 
     addaudithook(audit)
-    atexit.register(lambda: file.write_text(str(operations)))
+    atexit.register(lambda: file.write_text(str(operations), encoding="utf-8"))
 
 
 @cache
