@@ -270,8 +270,7 @@ def write_results(
         if trainer.is_global_zero and (has_metrics or summary["steps"]):
             run_dir.write_summary(folder, summary)
             if has_metrics:
-                with only_a_warning(f"{run_dir.CURVES} was not written"):
-                    plot_curves(folder, summary)
+                plot_curves(folder, summary)
     finally:
         for wandb in wandb_loggers(trainer):
             wandb.finish(summary, 0 if summary["status"] == "completed" else exit_code)

@@ -100,13 +100,7 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    in_folder = [*(overrides or ()), f"hydra.run.dir={quote_override(folder)}"]
-    train_in(
-        folder,
-        cfg,
-        in_folder,
-        resume_command=None if overrides is None else f"train({[*in_folder, 'resume=auto']})",
-    )
+    train_in(folder, cfg, [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"])
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
 
@@ -135,7 +129,7 @@ def train_in(
 
     Args:
         overrides: of other ranks that Lightning starts; by default it runs this program again, with its arguments.
-        resume_command: printed when a signal ends the run.
+        resume_command: printed when a signal ends the run; by default the call of `train` with these overrides, if any.
     """
     started = time.perf_counter()
     escape_unencodable()
@@ -166,12 +160,16 @@ def train_in(
                 return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if (
-                resume_command
+                (overrides or resume_command)
                 and is_rank_zero()
                 and (folder / "checkpoints").is_dir()
                 and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)  # lacks only its final sample
             ):
-                print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
+                print(
+                    "resume with:",
+                    sanitize_line(resume_command or f"train({[*overrides, 'resume=auto']})"),
+                    file=sys.stderr,
+                )
             raise
 
 

@@ -61,9 +61,8 @@ def env_number(name: str, default: int) -> int:
 
 
 def notebook() -> Any:
-    """Return the shell of IPython if this process is the kernel of a notebook, else None."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell if hasattr(shell, "kernel") else None
+    """Return the kernel of IPython if this process runs the cells of a notebook, else None."""
+    return getattr(getattr(sys.modules.get("IPython"), "get_ipython", object)(), "kernel", None)
 
 
 def log(line: str) -> None:

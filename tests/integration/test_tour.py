@@ -10,13 +10,19 @@ import nbformat
 import pytest
 from matplotlib.image import imread
 from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell
+from nbformat.v4 import new_code_cell, new_notebook
 from small_runs import ROOT, table
 
 NOTEBOOK = ROOT / "docs/minigpt.ipynb"
 SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 originality=null trainer=cpu"
+PARAMETERS = f"""
+import matplotlib
+TRAIN = "data.path=all.txt max_steps=20 eval_every=10 model.n_embd=16 {SHORT}".split()
+SWEEP = "data.path=all.txt max_steps=2 eval_every=1 model.n_embd=8,16 {SHORT} hydra/launcher=basic"
+"""
 INTERRUPTED = """
-import gc, signal
+import gc, os, signal, sys
+from minigpt import GPT, train
 from lightning.pytorch.callbacks import Callback
 
 class Interrupt(Callback):
@@ -36,6 +42,8 @@ train([*TRAIN, "+callbacks.interrupt._target_=interrupt.Interrupt", "hydra.run.d
 """
 AFTER = """
 assert before == state()
+os.remove("stopped/curves.png")
+os.mkdir("stopped/curves.png")
 resumed = train([*TRAIN, "hydra.run.dir=stopped", "resume=auto"])
 print(matplotlib.get_backend(), resumed["status"])
 """
@@ -70,17 +78,25 @@ def test_the_notebook_is_short_and_stores_no_output_but_pictures_that_are_small(
 def tour(tmp_path_factory):
     """The cells of the notebook after a short run, by the beginning of their code."""
     folder = tmp_path_factory.mktemp("tour")
-    (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
     notebook = read()
     for cell in notebook.cells:
         if "parameters" in cell.metadata.get("tags", []):
-            cell.source = f"""
-import matplotlib
-TRAIN = "data.path=all.txt max_steps=20 eval_every=10 {SHORT}".split()
-SWEEP = "data.path=all.txt max_steps=2 eval_every=1 {SHORT} model.n_embd=8,16 hydra/launcher=basic"
-"""
+            cell.source = PARAMETERS
+    return execute(notebook, folder)
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """Cells with a training that is interrupted, its resume, and a training that is refused."""
     failing = {"metadata": {"tags": ["raises-exception"]}}
-    notebook.cells += [new_code_cell(INTERRUPTED, **failing), new_code_cell(AFTER), new_code_cell(REFUSED, **failing)]
+    cells = [new_code_cell(PARAMETERS), new_code_cell(INTERRUPTED, **failing), new_code_cell(AFTER)]
+    cells.append(new_code_cell(REFUSED, **failing))
+    return execute(new_notebook(cells=cells), tmp_path_factory.mktemp("trainings"))
+
+
+def execute(notebook, folder):
+    """Run a notebook in a folder with a text; return the folder, the cells, and a function that finds one of them."""
+    (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     NotebookClient(
         notebook,
@@ -100,8 +116,7 @@ SWEEP = "data.path=all.txt max_steps=2 eval_every=1 {SHORT} model.n_embd=8,16 hy
 @pytest.mark.slow
 @pytest.mark.ci
 def test_every_cell_runs_without_warnings_and_shows_its_pictures(tour):
-    *cells, _, _, _ = tour.code
-    for cell in cells:
+    for cell in tour.code:
         assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
         assert "warning" not in printed(cell).lower()
     for beginning in ("run = train(TRAIN)", "sweep.png", "plot_maps("):
@@ -124,20 +139,21 @@ def test_a_training_shows_the_curves_of_its_end_once_and_a_bar_that_reaches_it(t
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(tour):
-    cell, after = tour.find(INTERRUPTED), tour.find(AFTER)
+def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(trainings):
+    cell, after = trainings.find(INTERRUPTED), trainings.find(AFTER)
     (error,) = [output for output in cell.outputs if output.output_type == "error"]
     assert error.traceback == ["interrupted by SIGINT"]
-    assert (tour.folder / "stopped/checkpoints/last.safetensors").exists()
+    assert (trainings.folder / "stopped/checkpoints/last.safetensors").exists()
     (line,) = [line for line in printed(cell).splitlines() if line.startswith("resume with: ")]
     assert line.endswith("'resume=auto'])")
     assert "curves of the first validation: True" in printed(cell)
     assert "training    8 steps" in printed(after)
+    assert "warning: curves.png was not written: " in printed(after)
     assert "backend_inline completed" in printed(after)
 
 
 @pytest.mark.slow
-def test_an_error_of_the_user_is_one_line_instead_of_a_traceback(tour):
-    (error,) = tour.find(REFUSED).outputs
+def test_an_error_of_the_user_is_one_line_instead_of_a_traceback(trainings):
+    (error,) = trainings.find(REFUSED).outputs
     (line,) = error.traceback
     assert "model.n_head=7" in line

@@ -20,15 +20,16 @@ class Progress:
 
     def __init__(self, max_steps: int, folder: Path, *, step: int = 0) -> None:
         self.folder = folder
-        self.has_bar = sys.stderr.isatty() or notebook() is not None
         self.fields = {"loss": "", "val": "", "speed": ""}
-        if shell := notebook():  # an output above the bar for the curves
-            output = f"{folder} {shell.execution_count}"
-            shell.display_pub.publish({"text/html": ""}, transient={"display_id": output})
+        if kernel := notebook():  # an output above the bar for the curves
+            kernel.shell.display_pub.publish(
+                {"text/html": ""},
+                transient={"display_id": f"{folder} {kernel.shell.execution_count}"},
+            )
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
             initial=step,  # of a run that resumes
-            disable=not self.has_bar,
+            disable=not (sys.stderr.isatty() or notebook()),
             delay=1e-3,  # appears with the first metrics
             miniters=0,  # any update draws it again, at most ten times per second
             dynamic_ncols=True,
@@ -43,7 +44,7 @@ class Progress:
             }
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
-            append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=not self.has_bar)
+            append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=bool(self.bar.disable))
             if notebook():
                 plot_curves(self.folder)
         self.bar.set_description_str(self._line(), refresh=False)
