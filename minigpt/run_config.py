@@ -86,16 +86,6 @@ class RunConfig:
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         return cls(**{name: settings[name] for name in names}, settings=settings)
 
-    @property
-    def batch_size(self) -> int:
-        """Windows per batch, over all devices."""
-        return int(self.data["batch_size"])
-
-    @property
-    def accumulate(self) -> int:
-        """Batches per optimizer step."""
-        return int(self.trainer["accumulate_grad_batches"])
-
 
 def check_hydra(hydra: Any) -> None:
     """Raise UserError for a setting of Hydra itself that would mislead."""

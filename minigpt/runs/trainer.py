@@ -78,7 +78,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             **options,
             max_steps=run.pause_at or run.max_steps,
             max_epochs=-1,
-            val_check_interval=min(run.eval_every, run.max_steps) * run.accumulate,
+            val_check_interval=min(run.eval_every, run.max_steps) * run.trainer["accumulate_grad_batches"],
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
@@ -135,17 +135,17 @@ class TokenDataModule(L.LightningDataModule):
     def __init__(self, corpus: Corpus, run: RunConfig, block_size: int) -> None:
         super().__init__()
         self.corpus, self.run, self.block_size = corpus, run, block_size
-        self.tokens_per_batch = run.batch_size * block_size
+        self.tokens_per_batch = run.data["batch_size"] * block_size
 
     def train_dataloader(self) -> Batches:
         run, n = self.run, self.trainer.world_size
-        require("data.batch_size", run.batch_size, lambda size: size >= n, f"≥ {n}, the number of processes")
+        require("data.batch_size", run.data["batch_size"], lambda size: size >= n, f"≥ {n}, the number of processes")
         return Batches(
             self.corpus.tokens("train"),
             WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
-            batch_size=run.batch_size,
-            first=lambda: self.trainer.global_step * run.accumulate,
-            stop=run.max_steps * run.accumulate,
+            batch_size=run.data["batch_size"],
+            first=lambda: self.trainer.global_step * run.trainer["accumulate_grad_batches"],
+            stop=run.max_steps * run.trainer["accumulate_grad_batches"],
             repeat=run.data["overfit_batches"],
             **self._rank(),
         )

@@ -65,7 +65,7 @@ class MetricsCallback(L.Callback):
 
     def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:
         self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
-        self.tokens_per_step = run.batch_size * run.accumulate * block_size
+        self.tokens_per_step = run.data["batch_size"] * run.trainer["accumulate_grad_batches"] * block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run
