@@ -82,7 +82,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
-            logger=MetricsCSV(folder / METRICS),
+            logger=MetricsCSV(folder),
             plugins=[CheckpointIO(), environment()],
             default_root_dir=folder,
             log_every_n_steps=1,
@@ -170,22 +170,17 @@ class TokenDataModule(L.LightningDataModule):
 class MetricsCSV(Logger):
     """Append metrics to `metrics.csv`. Lightning's CSVLogger removes the file of a run that resumes."""
 
-    name = version = ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
+    name = version = save_dir = ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
 
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = file
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.file.parent)
+    def __init__(self, folder: Path) -> None:
+        self.save_dir = str(folder)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        append_metrics(self.file, metrics, step)
+        append_metrics(Path(self.save_dir) / METRICS, metrics, step)
 
 
 class CheckpointIO(TorchCheckpointIO):
