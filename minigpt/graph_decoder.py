@@ -94,9 +94,7 @@ class _FixedStep:
         return self.model.logits(x)
 
 
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # one, because torch keeps a workspace for each
+_recording_stream = cache(torch.cuda.Stream)  # one per device, because torch keeps a workspace for each
 
 
 class _Slot:
