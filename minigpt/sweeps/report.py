@@ -179,43 +179,41 @@ def _escape(text: str) -> str:
 def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked rows. Intervals and differences are in the unit of the ranking."""
     names = list(rows[0].short_names)
-    table: list[list[Any]] = [
-        [
-            *("rank", *names),
-            *("val_loss", "val_bits_per_byte", "interval"),
-            *("difference", "difference_interval", "tied"),
-            *("seeds", *_COSTS),
-            *("status", "reason"),
-        ]
+    header = [
+        *("rank", *names),
+        *("val_loss", "val_bits_per_byte", "interval"),
+        *("difference", "difference_interval", "tied"),
+        *("seeds", *_COSTS),
+        *("status", "reason"),
     ]
-    for rank, row in zip(_ranks(rows), rows, strict=True):
-        table.append(
-            [
-                *(rank, *(row.overrides.get(name, "") for name in names)),
-                *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
-                *(row.difference, row.margin, row.tied if row.margin is not None else ""),
-                *(row.n_seeds, *map(row.mean_of, _COSTS)),
-                *(row.status, row.reason),
-            ]
-        )
-    _write_csv(file, table)
+    table = [
+        [
+            *(rank, *map(row.overrides.get, names)),
+            *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
+            *(row.difference, row.margin, row.tied if row.margin is not None else ""),
+            *(row.n_seeds, *map(row.mean_of, _COSTS)),
+            *(row.status, row.reason),
+        ]
+        for rank, row in zip(_ranks(rows), rows, strict=True)
+    ]
+    _write_csv(file, [header, *table])
 
 
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
     names, losses = list(rows[0].short_names), ["val_loss", "val_bits_per_byte"]
-    table: list[list[Any]] = [[*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]]
-    for row in rows:
-        for point in row.points:
-            table.append(
-                [
-                    *(row.overrides.get(name, "") for name in names),
-                    point.seed,
-                    *(point.totals.get(name) for name in (*LOSS_NAMES.values(), "steps", *_COSTS)),
-                    *(point.status, point.reason, point.folder),
-                ]
-            )
-    _write_csv(file, table)
+    header = [*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]
+    table = [
+        [
+            *map(row.overrides.get, names),
+            point.seed,
+            *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
+            *(point.status, point.reason, point.folder),
+        ]
+        for row in rows
+        for point in row.points
+    ]
+    _write_csv(file, [header, *table])
 
 
 def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
