@@ -6,7 +6,7 @@ not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,27 +87,25 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
     return x.astype(np.int64)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _RankBatches:
     """The batches of one rank, which reads their rows rank, rank + world_size, …"""
 
-    tokens: Tokens  # of the split, (N,)
-    _: KW_ONLY
+    tokens: Tokens = field(kw_only=False)  # of the split, (N,)
     batch_size: int  # windows per batch over all ranks
     rank: int
     world_size: int
     device: torch.device
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Batches(_RankBatches):
     """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
 
     The ranks share the windows of a batch as evenly as possible: 12 on 5 ranks are 3, 3, 2, 2 and 2.
     """
 
-    order: WindowOrder
-    _: KW_ONLY
+    order: WindowOrder = field(kw_only=False)
     first: Callable[[], int]  # returns the index of the first batch when iteration starts
     stop: int  # number of batches of the whole run
     repeat: int  # number of batches that are repeated; 0 reads all
