@@ -19,10 +19,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from minigpt.data import token_files
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source, find_sources
-from minigpt.data.token_files import FORMAT, META, SPLITS, STARTS, Corpus
+from minigpt.data.token_files import FORMAT, META, SPLITS, STARTS, Corpus, load, load_bins, load_prepared
 from minigpt.data.tokenizer import (
     SEPARATOR,
     BPETokenizer,
@@ -85,13 +84,13 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
                 f"token files cannot be written to {folder} "
                 f"({(error.strerror or str(error)).lower()}); free some space, or set data.folder=…"
             ) from error
-    return token_files.load(target)
+    return load(target)
 
 
 def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
         raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
-    prepared = token_files.load_prepared(data)
+    prepared = load_prepared(data)
     if prepared:
         made = prepared.provenance.get("tokenizer", {})
         own = prepared.tokenizer.to_dict() | {"separated": False}  # which depends on the documents
@@ -110,7 +109,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"its {META}; set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     built = built or _build_tokenizer(tokenizer, folder, "", ())
-    return token_files.load_bins(data, built, folder)
+    return load_bins(data, built, folder)
 
 
 def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
