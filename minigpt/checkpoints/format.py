@@ -13,7 +13,6 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
         text = metadata[MINIGPT]
         if metadata.get("crc32") != checksum(text, tensors):
             raise UserError("its checksum is wrong; use an older checkpoint")
-        content = json.loads(text, object_hook=partial(_unpack, tensors))
+        content = json.loads(text, object_hook=lambda value: _unpack(tensors, value))
         if (number := content[MINIGPT].get("format")) != FORMAT:
             raise UserError(f"it has format {number}; this version of minigpt reads format {FORMAT}")
         return {**content, "state_dict": dict(content["state_dict"])}
