@@ -128,8 +128,10 @@ class MetricsCallback(L.Callback):
                 for p in pl_module.model.blocks.parameters()
                 if p.requires_grad and torch.finfo(p.dtype).bits < 32
             }
-        groups = trainer.optimizers[0].param_groups
-        rates = [max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0) for group in groups]
+        rates = [
+            max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0)
+            for group in trainer.optimizers[0].param_groups
+        ]
         if lost := [rate for rate in rates if 1 - rate < torch.finfo(dtype).eps / 4]:
             warn(
                 f"a decay rate of {lost[0]} of the optimizer rounds to 1 in "
