@@ -85,8 +85,9 @@ class Decoder:
             for batch in by_length.values():
                 logits = self.model(torch.tensor(batch, device=self.device))  # (B, T, V)
                 if not isinstance(logits, Tensor) or logits.dim() != 3:
-                    expected = "model(tokens) must return logits, a tensor (B, T, V)"
-                    raise UserError(f"{expected}, got {type(logits).__name__}")
+                    raise UserError(
+                        f"model(tokens) must return logits, a tensor (B, T, V), got {type(logits).__name__}"
+                    )
                 found |= zip(batch, logits[:, -1], strict=True)
         self.logits = torch.stack([found[window] for window in windows])
         return self.logits

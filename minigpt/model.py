@@ -120,8 +120,9 @@ class GPT(nn.Module):
         try:
             loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
         except IndexError as error:
-            expected = f"in [0, {self.config.vocab_size}), or -100, which is ignored"
-            raise ValueError(f"targets must be {expected}; got {_range(targets)}") from error
+            raise ValueError(
+                f"targets must be in [0, {self.config.vocab_size}), or -100, which is ignored; got {_range(targets)}"
+            ) from error
         is_mean = reduction == "mean" and not torch.compiler.is_compiling()  # `suppress` cannot be traced before 2.11
         if is_mean and _is_nan(loss) and (targets == -100).all():
             raise ValueError("the targets have no id: all are -100, which is ignored")
@@ -181,8 +182,9 @@ class GPT(nn.Module):
         """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
         ids = values if isinstance(values, Tensor) else torch.tensor(values, device=self.wte.weight.device)
         if ids.dim() != 2 or ids.is_floating_point():
-            found = f"{ids.dtype} {tuple(ids.shape)}"
-            raise ValueError(f"token ids must be integers (B, T), got {found}; ids[None] adds a batch")
+            raise ValueError(
+                f"token ids must be integers (B, T), got {ids.dtype} {tuple(ids.shape)}; ids[None] adds a batch"
+            )
         return ids.long()
 
     def _initialize(self) -> None:

@@ -273,8 +273,9 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             where, line = offset - len(error.object) + error.start, line + error.object[: error.start].count(b"\n")
-            bad = f"bad byte at offset {where:,}, in line {line:,}"
-            raise UserError(f"{name} is not UTF-8 text: {bad}; save it as UTF-8") from error
+            raise UserError(
+                f"{name} is not UTF-8 text: bad byte at offset {where:,}, in line {line:,}; save it as UTF-8"
+            ) from error
         line += block.count(b"\n")
         yield text
 

@@ -84,8 +84,9 @@ def _checked(override: str) -> str:
     key, equals, value = override.partition("=")
     flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
     if flag and (equals or "_" in key):
-        written = f"{written_as(flag[2])}={value or '…'}"
-        raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
+        raise UserError(
+            f"{override} is not a flag; settings have no dashes: write {written_as(flag[2])}={value or '…'}"
+        )
     group = key.removeprefix("~")
     if not group or (key == group and value.lower() not in ("null", "[]", "{}")):
         return override

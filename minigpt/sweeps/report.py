@@ -265,8 +265,12 @@ def _full_name(rows: Sequence[Row], along: str) -> str:
     for name, short in short_names(numeric).items():
         if along in (name, short):
             return name
-    expected = f"must be one numeric setting in which the runs differ{did_you_mean(along, numeric)}"
-    raise UserError(sanitize_line(f"--along={along} {expected}; use one of: {', '.join(numeric) or 'none'}"))
+    raise UserError(
+        sanitize_line(
+            f"--along={along} must be one numeric setting in which the runs differ{did_you_mean(along, numeric)}; "
+            f"use one of: {', '.join(numeric) or 'none'}"
+        )
+    )
 
 
 def _format_loss(row: Row, unit: str) -> str:
