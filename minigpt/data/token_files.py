@@ -222,8 +222,7 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
     for path in [value] if isinstance(value, str) else value:
         given = Path(path).expanduser()
         matches = sorted(map(Path, glob(str(given))), key=Path.as_posix)
-        found = [given] if given.exists() else matches  # a name may look like a pattern
-        files += found or [given]
+        files += matches if matches and not given.exists() else [given]  # a name may look like a pattern
     for file in files:
         if not file.is_file():
             raise UserError(f"data.{key}={file} is not a file; give the path of nanoGPT's token files")
