@@ -23,7 +23,6 @@ from minigpt.utils.terminal import visible
 if TYPE_CHECKING:
     import tiktoken
 
-EncodeChat = Callable[[list[dict[str, str]]], list[int]]
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 SEPARATOR = "<|endoftext|>"
@@ -60,7 +59,7 @@ class Tokenizer:
     suffix: Sequence[int] = ()  # … and after one, except in training and in a prompt, which is continued
     reads_special = False  # names of special tokens in a prompt are these tokens
     splits_at_cuts = True  # the ids of a text are those of its parts that `readers.cut_point` separates
-    encode_chat: EncodeChat | None = None  # with the chat template of a folder
+    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None  # with the chat template of a folder
 
     @property
     def end_token(self) -> int | None:
