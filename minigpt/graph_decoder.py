@@ -60,8 +60,7 @@ class _FixedStep:
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
         given = decoder._inputs
         for mine, theirs in zip(self.inputs, (given.last_embeddings, given.last_tokens), strict=True):
-            if mine is not theirs:  # samples joined or left
-                mine.copy_(theirs)
+            mine.copy_(theirs)  # of another tensor if samples joined or left; else torch copies nothing
         decoder._inputs = Cache([], *self.inputs)
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
