@@ -30,8 +30,7 @@ class GraphDecoder(FastDecoder):
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
         slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
         step = self._step
-        in_place = step is not None and step.cache is self._cache and len(step.tokens) == len(tokens)
-        if step is None or not in_place or step.slots != slots:
+        if step is None or step.cache is not self._cache or len(step.tokens) != len(tokens) or step.slots != slots:
             step = self._step = _FixedStep(self, slots)
         return step(self, tokens, slot)
 
