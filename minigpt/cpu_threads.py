@@ -44,9 +44,8 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 def decoding_threads(model: GPT, rows: int) -> int | None:
     """Return 1 if one thread decodes as fast as two: for fewer than four samples of a small model; else None."""
-    weights = [*model.blocks.parameters(), model.lm_head.weight]
-    small = all(weight.numel() < _MIN_PARALLEL_NUMEL for weight in weights)
-    return 1 if small and rows < 4 and not any(map(os.environ.get, _GIVEN)) else None
+    largest = max(weight.numel() for weight in (*model.blocks.parameters(), model.lm_head.weight))
+    return 1 if largest < _MIN_PARALLEL_NUMEL and rows < 4 and not any(map(os.environ.get, _GIVEN)) else None
 
 
 class ThreadBalancer:
