@@ -121,8 +121,8 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     Rows with runs that did not complete come after all others, and rows without a loss last. All others are compared
     over the seeds that they share, if their losses are of the same text.
     """
-    losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
-    lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
+    # Proportional to the bytes per token.
+    lengths = [nats / bits for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
     groups: dict[Any, list[Point]] = {}
