@@ -68,8 +68,7 @@ def find_resumed(
     if step >= config[key] + (resume == "auto"):
         raise UserError(f"resume={path} is at step {step} of {config[key]}; raise {key} to continue")
     for key, (was, value) in changed.items():
-        effect = _EFFECTS.get(key, "it applies")
-        warn(f"{key} changed from {was} to {value}; {effect} from step {step} on")
+        warn(f"{key} changed from {was} to {value}; {_EFFECTS.get(key, 'it applies')} from step {step} on")
     return path, step, content[MINIGPT].get("provenance", {}), bool(changed)
 
 
