@@ -159,8 +159,7 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
 def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
     header, cells = _table(rows)
-    table = [header, ["---"] * len(header), *cells]
-    lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in table]
+    lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, ["---"] * len(header), *cells)]
     text = [
         *(f"# {_escape(sanitize_line(title))}", ""),
         *(f"- {_escape(sentence)}" for sentence in sentences),
