@@ -64,9 +64,8 @@ class Decoder:
 
     def drop(self, row: int) -> None:
         """Remove a sample; the last one of the batch takes its row."""
-        last = self.windows.pop()
-        if row < len(self.windows):
-            self.windows[row] = last
+        self.windows[row] = self.windows[-1]
+        self.windows.pop()
 
     # Not in inference mode, so that the model can be trained afterwards.
     @torch.inference_mode(False)
