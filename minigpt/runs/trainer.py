@@ -47,11 +47,10 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     set_up_process()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    averages = [] if run.ema_decay is None else [EMACallback(run.ema_decay)]
     callbacks += (
         CollectiveTimeout(run.collective_timeout),
         *instantiate_group("callbacks", run.callbacks),
-        *averages,
+        *([] if run.ema_decay is None else [EMACallback(run.ema_decay)]),
         GracefulShutdown(sync_every=run.log_every),
     )
     options = _instantiate("trainer", run.trainer)
