@@ -579,6 +579,7 @@ def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(monkeypatch, cap
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: gpu)
+    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda device: True)  # emulated on every GPU
     monkeypatch.setattr("torch.version.hip", rocm)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
     half_dtype.cache_clear()
