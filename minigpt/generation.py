@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = Tensor | Sequence[int]
 
-NON_FINITE = "the model's logits are NaN or infinite; its weights hold NaN or infinite values"
+NON_FINITE = "the model's logits are NaN or infinite: its weights are, or values overflow in float16; try float32"
 
 
 @dataclass(frozen=True)

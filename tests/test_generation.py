@@ -304,6 +304,15 @@ def test_nan_logits_raise_an_error_at_their_step(
         next(steps)
 
 
+def test_a_model_whose_values_overflow_in_float16_is_an_error_that_names_float32():
+    model = make(norm="rmsnorm")
+    model.blocks[0].mlp.down.weight.data.sign_().mul_(6e4)  # float16 has values up to 65,504
+    generate(model, [3], max_new_tokens=2)
+    assert all(weight.isfinite().all() for weight in model.half().parameters())
+    with pytest.raises(RunError, match="float16; try float32"):
+        generate(model, [3], max_new_tokens=2)
+
+
 def make(**settings: Any) -> GPT:
     """A small model whose weights are large enough for its text to vary."""
     return make_model(**{"n_head": 4, "n_embd": 32, "std": 0.3, "seed": 1, **settings})
