@@ -42,12 +42,8 @@ def arguments() -> argparse.Namespace:
     add("--field", metavar="NAME", help="of .jsonl, .csv or .parquet, with the text (default: data.field of the run)")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
     dtypes = ("float32", "bfloat16", "float16")
-    add(
-        "--dtype",
-        default="float32",
-        choices=dtypes,
-        help="of the weights; on a T4 float16 (default: %(default)s)",
-    )
+    dtype_help = "of the weights; a T4 or a V100 has float16, but no bfloat16 (default: %(default)s)"
+    add("--dtype", default="float32", choices=dtypes, help=dtype_help)
     args = parser.parse_args()
     # Without the defaults of argparse, a value is what was typed.
     typed = parser.parse_args(namespace=argparse.Namespace(**dict.fromkeys(vars(args))))
