@@ -200,7 +200,7 @@ def test_a_summary_is_what_was_measured(run, loop):
         "versions": {
             "minigpt": version("minigpt"),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": version("torch"),
             "lightning": version("lightning"),
         },
     }
