@@ -49,12 +49,12 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
 
 def follow_latest(path: str) -> str:
     """Return a path, or the newest run or sweep beside it if it is a missing `latest`: some systems refuse links."""
-    folder, name = os.path.split(os.path.expanduser(path))
-    if name != "latest" or os.path.lexists(os.path.expanduser(path)):
-        return path
-    files = [file for pattern in ("*/.hydra/overrides.yaml", "*/sweep.json") for file in Path(folder).glob(pattern)]
+    latest = Path(os.path.expanduser(path))
+    if latest.name != "latest" or os.path.lexists(latest) or (latest.parent / "sweep.json").exists():
+        return path  # a sweep has no link to a job
+    files = [*latest.parent.glob("*/.hydra/overrides.yaml"), *latest.parent.glob("*/sweep.json")]
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    return str(Path(folder, newest.relative_to(folder).parts[0])) if newest else path
+    return str(latest.parent / newest.relative_to(latest.parent).parts[0]) if newest else path
 
 
 def _rank(best: Path) -> tuple[float, float]:

@@ -155,10 +155,14 @@ def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path
         (tmp_path / file).touch()
         os.utime(tmp_path / file, (1e9 - age,) * 2)
     (tmp_path / "mine").mkdir()  # of the user, and the newest
-    assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/new"
+    for given in (f"{tmp_path}/latest", f"{tmp_path}/latest/"):
+        assert follow_latest(given) == f"{tmp_path}/new"
     assert follow_latest(f"{tmp_path}/old") == f"{tmp_path}/old"
     (tmp_path / "new/.hydra/overrides.yaml").unlink()
     assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/swept"
+    (tmp_path / "swept/seed=1/.hydra").mkdir(parents=True)
+    (tmp_path / "swept/seed=1/.hydra/overrides.yaml").touch()
+    assert follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"  # which is no job of the sweep
     (tmp_path / "latest").symlink_to("removed")
     with pytest.raises(UserError, match="latest does not exist; give a run folder or a checkpoint file"):
         find_checkpoint(tmp_path / "latest")
