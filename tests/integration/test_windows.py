@@ -84,21 +84,21 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
         sampled = run_to_end(start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1"))
         assert sampled.stdout.startswith("7: ")
 
-    # A sweep of two seeds in a worker process, Ctrl-Break, its resume and its report.
+    # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its report.
     (on_windows / "runs/sweeps").mkdir()
-    (on_windows / "runs/sweeps/hold").write_text("seed=1", encoding="utf-8")
-    swept = ["-m", "seed=1,2", "hydra.launcher.n_jobs=1", HOLD]
-    stopped = start("train.py", *swept)
+    (on_windows / "runs/sweeps/hold").write_text("seed=2", encoding="utf-8")
+    swept = ["-m", "seed=1,2", HOLD]
+    stopped = start("train.py", *swept, "hydra.launcher.n_jobs=1")
     assert stopped.wait_for((on_windows / "runs/sweeps/held").exists), stopped.stderr
     os.killpg(stopped.pid, SIGBREAK)  # on Windows, too, it goes to the workers of the same console
     run_to_end(stopped, 128 + SIGBREAK)
     (sweep,) = (each for each in (on_windows / "runs/sweeps").iterdir() if each.is_dir())
-    assert read_summary(sweep / "seed=1")["status"] == "interrupted"
-    assert read_summary(sweep / "seed=1")["steps"] == 12
+    ends = [read_summary(sweep / f"seed={seed}") for seed in (1, 2)]
+    assert [(end["status"], end["steps"]) for end in ends] == [("completed", 20), ("interrupted", 12)]
     (on_windows / "runs/sweeps/hold").unlink()
-    completed = run_to_end(start("train.py", *swept, "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"))
-    assert "completed" in completed.stdout
-    assert (sweep / "seed=1/log.txt").read_text(encoding="utf-8").count("step 10/20") == 1
+    swept += ["hydra/launcher=basic", "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"]
+    assert "completed" in run_to_end(start("train.py", *swept)).stdout
+    assert (sweep / "seed=2/log.txt").read_text(encoding="utf-8").count("step 10/20") == 1
     (sweep / "sweep.csv").unlink()
     run_to_end(start("sweep_report.py"))
     assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [("2", "completed")]
