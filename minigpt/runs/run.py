@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,8 +71,15 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     ):
         raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
     try:
-        # A notebook shows stderr in red.
-        with _one_run, own_ranks(), own_hydra(), redirect_stderr(sys.stdout if notebook() else sys.stderr):
+        # A program without a console has no streams, and a notebook shows stderr in red.
+        with (
+            _one_run,
+            own_ranks(),
+            own_hydra(),
+            open(os.devnull, "w", encoding="utf-8") as nowhere,
+            redirect_stdout(sys.stdout or nowhere),
+            redirect_stderr(sys.stdout if notebook() else sys.stderr or nowhere),
+        ):
             join_ranks()
             overrides = complete_overrides(overrides)
             with initialize_config_dir(search_path(overrides), version_base="1.3"):

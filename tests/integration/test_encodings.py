@@ -52,3 +52,12 @@ def test_a_program_that_trains_completes_where_stdout_lacks_characters_of_the_sa
     printed.flush()
     assert rb"run folder       \u043b\u0435\u0442\u043e" in printed.buffer.getvalue()
     assert json.loads((tmp_path / "лето/summary.json").read_text(encoding="utf-8"))["steps"] == 2
+
+
+def test_a_program_without_standard_streams_trains(tmp_path, monkeypatch, text):
+    """As pythonw and services of Windows start one."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    run = small_run(text, tmp_path / "data", "max_steps=2", f"hydra.run.dir={tmp_path}/run")
+    assert minigpt.train(run)["steps"] == 2
+    assert (sys.stdout, sys.stderr) == (None, None)
