@@ -42,7 +42,7 @@ from minigpt.utils.terminal import sanitize_line
 
 MODELING = "modeling_minigpt.py"
 _SOURCES = (
-    *("utils/errors", "utils/checks", "config", "ops", "attention", "embeddings", "model"),
+    *("utils/errors", "utils/checks", "config", "device", "ops", "attention", "embeddings", "model"),
     "extras/huggingface/modeling_minigpt",
 )
 # Settings by which a class may differ from a model: our value and that of the class, which has more parameters. They
