@@ -114,7 +114,6 @@ def execute(notebook, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_every_cell_runs_without_warnings_and_shows_its_pictures(tour):
     for cell in tour.code:
         assert [output for output in cell.outputs if output.get("name") == "stderr"] == []
