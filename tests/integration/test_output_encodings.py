@@ -4,6 +4,7 @@ import io
 import json
 import sys
 
+import pytest
 from processes import Script
 from small_runs import SCRIPTS, small_run, table
 
@@ -24,6 +25,7 @@ def test_help_of_every_script_is_shown_in_ascii(tmp_path):
     assert any(r"\u2026" in script.stdout for script in scripts)  # … of the help
 
 
+@pytest.mark.slow
 def test_a_sweep_into_a_terminal_of_ascii_writes_its_files_in_utf_8(launch, tmp_path):
     (tmp_path / "лето.txt").write_text(TEXT, encoding="utf-8")
     swept = ["hydra.mode=MULTIRUN", "hydra/launcher=basic", "seed=1,2", "hydra.sweep.dir=été"]
