@@ -128,7 +128,7 @@ def literal(override: str, sweeps: bool) -> str:
         values = [escape_references(text) for text in values]
     if name not in _TEXTS:
         values = [os.path.expanduser(path) for path in values]
-    if name in ("resume", "init_from", *_FOLDERS[:2]):
+    if name in ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir"):
         values = [follow_latest(path) for path in values]
     if name in ("resume", "init_from"):
         values = [str(path.resolve() if path.resolve() != path.absolute() else path) for path in map(Path, values)]

@@ -80,6 +80,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
             redirect_stdout(sys.stdout or nowhere),
             redirect_stderr(sys.stdout if notebook() else sys.stderr or nowhere),
         ):
+            escape_unencodable()
             join_ranks()
             overrides = complete_overrides(overrides)
             with initialize_config_dir(search_path(overrides), version_base="1.3"):
@@ -139,7 +140,6 @@ def train_in(
         resume_command: printed when a signal ends the run; by default the call of `train` with these overrides, if any.
     """
     started = time.perf_counter()
-    escape_unencodable()
     _find_own_modules(cfg)
     with raise_on_signal(), ExitStack() as stack:
         with shared_errors():

@@ -8,15 +8,11 @@ Shapes: B running requests, V vocab.
 """
 
 import asyncio
-import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +22,7 @@ from minigpt.cpu_threads import ThreadBalancer
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.decoder import make_decoder
+from minigpt.extras.playground.free_memory import memory
 from minigpt.fast_decoder import drop_older_half, first_window
 from minigpt.generation import NON_FINITE, check_ids, score_logits, score_windows
 from minigpt.generation_settings import Sampling
@@ -37,8 +34,6 @@ from minigpt.utils.terminal import log
 T = TypeVar("T")
 
 _SEND_SECONDS = 0.03  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
-
-_ASSUMED_MEMORY = 8 << 30  # bytes, on Windows, whose standard library cannot read it
 
 
 class QueueFull(Exception):
@@ -340,19 +335,6 @@ class _Job:
             text,
             n_held=len(self.detokenizer.held),
         )
-
-
-def memory(device: torch.device) -> int:
-    """Return the bytes that are free on a GPU, or that this machine or container has."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if sys.platform == "win32":
-        return _ASSUMED_MEMORY
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
-        with suppress(OSError, ValueError):  # "max": no limit
-            total = min(total, int(Path("/sys/fs/cgroup", limit).read_text(encoding="utf-8")))
-    return total
 
 
 def _deliver(items: list[tuple[TokenStream, Token | Exception]]) -> None:
