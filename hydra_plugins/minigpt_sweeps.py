@@ -39,7 +39,9 @@ class OwnFilesFirst(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for main in [element for element in search_path.get_path() if element.provider == "main"]:
-            main.path, *arguments = str(main.path).rstrip("\0").split("\0")  # of minigpt.utils.scripts.search_path
+            main.path, *arguments = (
+                str(main.path).rstrip("\0").split("\0")
+            )  # of minigpt.utils.scripts.search_path
             for folder in _own_folders(arguments):
                 search_path.prepend("command-line", folder, anchor=SearchPathQuery(provider="main"))
 
@@ -51,7 +53,9 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
     name = (args.config_name or "train").removesuffix(".yaml")
     primary = Path(*folders, f"{name}.yaml")
     given = [each for each in args.overrides if each.lstrip("+").startswith("hydra.searchpath=")]
-    searched: Any = [override.value() for override in OverridesParser.create().parse_overrides(given)]
+    searched: Any = [
+        override.value() for override in OverridesParser.create().parse_overrides(given)
+    ]
     if folders and not given and primary.is_file():
         with suppress(UnicodeDecodeError):  # Hydra reads the file, too, and names it
             searched = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath")]
@@ -79,7 +83,9 @@ def _find_package_lines() -> None:
     def header_of_file(text: str) -> Any:
         lines = text.removeprefix("\ufeff").splitlines()
         comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
-        return read_header("\n".join(line for line in comments if re.match(r"\s*#\s*@package\b", line)))
+        return read_header(
+            "\n".join(line for line in comments if re.match(r"\s*#\s*@package\b", line))
+        )
 
     config_source.ConfigSource._get_header_dict = staticmethod(header_of_file)  # type: ignore[assignment,method-assign]
     file_config_source.FileConfigSource.load_config = load_utf8  # type: ignore[method-assign]

@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minigpt.attention import MultiHeadAttention as MultiHeadAttention
     from minigpt.checkpoints.load import load_checkpoint as load_checkpoint
     from minigpt.checkpoints.load import save_checkpoint as save_checkpoint
-    from minigpt.config import GPTConfig as GPTConfig
-    from minigpt.generation import generate as generate
-    from minigpt.model import GPT as GPT
+    from minigpt.model.attention import MultiHeadAttention as MultiHeadAttention
+    from minigpt.model.config import GPTConfig as GPTConfig
+    from minigpt.model.gpt import GPT as GPT
     from minigpt.runs.run import train as train
+    from minigpt.sampling.generation import generate as generate
 
 __version__ = "0.1.0"
 _EXPORTS = {
-    "GPT": "minigpt.model",
-    "GPTConfig": "minigpt.config",
-    "MultiHeadAttention": "minigpt.attention",
-    "generate": "minigpt.generation",
+    "GPT": "minigpt.model.gpt",
+    "GPTConfig": "minigpt.model.config",
+    "MultiHeadAttention": "minigpt.model.attention",
+    "generate": "minigpt.sampling.generation",
     "load_checkpoint": "minigpt.checkpoints.load",
     "train": "minigpt.runs.run",
     "save_checkpoint": "minigpt.checkpoints.load",

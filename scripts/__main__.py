@@ -14,12 +14,16 @@ from minigpt.utils.terminal import did_you_mean
 @cli_entrypoint
 def main() -> None:
     """Run the script that the first argument names; without one, list the scripts."""
-    scripts = {file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[!_]*.py"))}
+    scripts = {
+        file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[!_]*.py"))
+    }
     if sys.argv[1:] == ["--version"]:
         print(f"minigpt {__version__}")
         return
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
-        print("usage: minigpt COMMAND [ARGUMENT] ...   (minigpt COMMAND --help lists the arguments)\n")
+        print(
+            "usage: minigpt COMMAND [ARGUMENT] ...   (minigpt COMMAND --help lists the arguments)\n"
+        )
         for name, file in scripts.items():
             summary = str(ast.get_docstring(ast.parse(file.read_bytes()))).splitlines()[0]
             print(f"  {name:14}{summary.partition(':')[0]}")

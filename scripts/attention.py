@@ -25,13 +25,24 @@ def arguments() -> argparse.Namespace:
     prompt.add_argument("--prompt", help="text of at least two tokens")
     file_help = "read the prompt as data.path= does, or from stdin (-)"
     prompt.add_argument("--prompt-file", metavar="PATH", help=file_help)
-    parser.add_argument("--truncate", action="store_true", help="keep the last block_size tokens of a longer prompt")
-    parser.add_argument("--layer", type=int, metavar="N", help="plot only this layer, counted from 1 (default: all)")
-    parser.add_argument("--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="maps (default: attention.png in the run folder, if there is one)"
+        "--truncate", action="store_true", help="keep the last block_size tokens of a longer prompt"
     )
-    parser.add_argument("--ablation", type=Path, metavar="FILE.png", help="plot the loss increase without each head")
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="plot only this layer, counted from 1 (default: all)"
+    )
+    parser.add_argument(
+        "--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.png",
+        help="maps (default: attention.png in the run folder, if there is one)",
+    )
+    parser.add_argument(
+        "--ablation", type=Path, metavar="FILE.png", help="plot the loss increase without each head"
+    )
     return parser.parse_args()
 
 
@@ -41,10 +52,10 @@ def main() -> None:
     from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.init_from import find_pretrained
-    from minigpt.data.detokenizer import token_pieces
     from minigpt.extras.interpret import attention_plots, heads
     from minigpt.extras.interpret.run_corpus import validation_batches
-    from minigpt.sample_cli import read_prompt
+    from minigpt.sampling.detokenizer import token_pieces
+    from minigpt.sampling.sample_cli import read_prompt
 
     pretrained = find_pretrained(args.run)
     path, tokenizer = pretrained.path, pretrained.tokenizer
@@ -52,12 +63,19 @@ def main() -> None:
     attention_plots.check_outputs({"--out": out, "--ablation": args.ablation})
     model = pretrained.load()
     if args.ablation and path.is_dir():
-        raise UserError(f"--ablation needs the text of a run of minigpt, which {path} has not; leave it out")
+        raise UserError(
+            f"--ablation needs the text of a run of minigpt, which {path} has not; leave it out"
+        )
     text, ids = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path))
-    for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
+    for flag, number, count in (
+        ("layer", args.layer, model.config.n_layer),
+        ("head", args.head, model.config.n_head),
+    ):
         if number is not None:
             require(f"--{flag}", number, *integer(1, count))
-    tokens = heads.prompt_tokens(ids if text else [], model.config.block_size, truncate=args.truncate)
+    tokens = heads.prompt_tokens(
+        ids if text else [], model.config.block_size, truncate=args.truncate
+    )
     batches = validation_batches(path, model) if args.ablation else None
     log(f"loaded {path}")
 

@@ -24,16 +24,24 @@ def arguments() -> argparse.Namespace:
     add("--out", required=True, type=Path, metavar="PATH", help="folder or file to write")
     weights_help = "format of the weights in the page of --to html (default: float16)"
     add("--weights", choices=("float16", "float32"), help=weights_help)
-    add("--snapshots", action="store_true", help="put the snapshots of the run into the page of --to html too")
+    add(
+        "--snapshots",
+        action="store_true",
+        help="put the snapshots of the run into the page of --to html too",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     """Load the model, write it, print the next step."""
     args = arguments()
-    require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
+    require(
+        "--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet"
+    )
     for flag, value in (("--weights", args.weights), ("--snapshots", args.snapshots)):
-        require(flag, value, lambda value: not value or args.to == "html", "left out without --to html")
+        require(
+            flag, value, lambda value: not value or args.to == "html", "left out without --to html"
+        )
     from minigpt.checkpoints.find import find_snapshots, run_folder
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.checkpoints.load import save_checkpoint
@@ -58,16 +66,27 @@ def main() -> None:
         except UserError as error:  # they need the validation split; the weights do not
             warn(f"the page has no curves of what was learned when: {error}")
         weights, history = args.weights or "float16", read_history(folder)
-        steps = export_html(pretrained, args.out, weights, history, snapshots=found, learned=learned)
+        steps = export_html(
+            pretrained, args.out, weights, history, snapshots=found, learned=learned
+        )
         also = f" and {len(steps)} of its {len(found)} snapshots" if found else ""
         size = args.out.stat().st_size / 1e6
-        print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a browser"))
+        print(
+            sanitize_line(
+                f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a browser"
+            )
+        )
         return
     architecture = export_folder(pretrained, args.out)
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))
     if architecture.startswith("MiniGPT"):
-        print("no class of transformers computes this model: load it with trust_remote_code=True", file=sys.stderr)
-    print(sanitize_line(f"to upload it: {shell_join('hf', 'upload', args.out.name, str(args.out))}"))
+        print(
+            "no class of transformers computes this model: load it with trust_remote_code=True",
+            file=sys.stderr,
+        )
+    print(
+        sanitize_line(f"to upload it: {shell_join('hf', 'upload', args.out.name, str(args.out))}")
+    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.run_config import check_hydra, check_run
 from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.run_config import check_hydra, check_run
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import search_path, usage
 from minigpt.utils.terminal import replace_dead_output, sanitize_line

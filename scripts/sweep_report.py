@@ -14,7 +14,9 @@ def parse_args() -> argparse.Namespace:
     folders = f"sweep, or folder with runs below it; several are compared in one table (default: {latest})"
     out = "folder to write to (default: the sweep's own, and none for several folders)"
     along = "plot the loss over this numeric setting, such as optimizer.lr or lr"
-    parser.add_argument("folders", nargs="*", type=Path, default=[latest], metavar="FOLDER", help=folders)
+    parser.add_argument(
+        "folders", nargs="*", type=Path, default=[latest], metavar="FOLDER", help=folders
+    )
     parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--along", metavar="KEY", help=along)
     return parser.parse_args()

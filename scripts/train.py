@@ -34,7 +34,9 @@ from minigpt.utils.terminal import replace_dead_output
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
-warnings.filterwarnings("ignore", module=r"hydra\.main")  # that it reruns a configuration, as a job of a sweep does
+warnings.filterwarnings(
+    "ignore", module=r"hydra\.main"
+)  # that it reruns a configuration, as a job of a sweep does
 
 
 def main(cfg: DictConfig) -> float | None:
@@ -52,8 +54,14 @@ def main(cfg: DictConfig) -> float | None:
 
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this run."""
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
-    return command("train", *arguments, f"hydra.run.dir={quote_path(short_path(folder))}", "resume=auto")
+    arguments = [
+        argument
+        for argument in sys.argv[1:]
+        if not argument.startswith(("resume=", "hydra.run.dir="))
+    ]
+    return command(
+        "train", *arguments, f"hydra.run.dir={quote_path(short_path(folder))}", "resume=auto"
+    )
 
 
 @cli_entrypoint
@@ -63,7 +71,9 @@ def start() -> None:
     replace_dead_output(ends_script=False)
     sys.argv[1:] = shared_arguments(sys.argv[1:])
     setup_globals()  # Hydra's resolvers, which a rerun lacks
-    hydra.main(version_base="1.3", config_path=search_path(sys.argv[1:]), config_name="train")(main)()
+    hydra.main(version_base="1.3", config_path=search_path(sys.argv[1:]), config_name="train")(
+        main
+    )()
 
 
 if __name__ == "__main__":

@@ -34,10 +34,14 @@ from minigpt.utils.signals import END_SIGNALS
 
 Once = Callable[[str, Callable[[Path], Any]], Path]
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background inherits as ignored
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # which a process in the background inherits as ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # … and a process under nohup
 # tiktoken's cache may be beside the folder of texts.
-if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
+if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (
+    beside := Path(texts, "../tiktoken_cache")
+).is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
 
 
@@ -77,11 +81,17 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
                 path.mkdir()
                 build(path)
                 built.write_text(contents(path), encoding="utf-8")
-        assert built.read_text(encoding="utf-8") == contents(path), f"a test changed {path}, which is shared"
+        assert built.read_text(encoding="utf-8") == contents(path), (
+            f"a test changed {path}, which is shared"
+        )
         return path
 
     def contents(path: Path) -> str:
-        return "".join(f"{file} {file.stat().st_mtime_ns}\n" for file in sorted(path.rglob("*")) if file.is_file())
+        return "".join(
+            f"{file} {file.stat().st_mtime_ns}\n"
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        )
 
     return folder
 
@@ -89,8 +99,17 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 @pytest.fixture(scope="session")
 def text(once: Once) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
-    lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
-    return once("text", lambda folder: (folder / "fox.txt").write_bytes("".join(lines)[:20_000].encode())) / "fox.txt"
+    lines = [
+        f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n"
+        for i in range(400)
+    ]
+    return (
+        once(
+            "text",
+            lambda folder: (folder / "fox.txt").write_bytes("".join(lines)[:20_000].encode()),
+        )
+        / "fox.txt"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +124,10 @@ def trained(once: Once, text: Path) -> Callable[..., Path]:
             for name, stream in (("out", out), ("err", err)):
                 (folder / name).write_text(stream.getvalue(), encoding="utf-8")
 
-        return once("trained-" + hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:12], build) / "run"
+        return (
+            once("trained-" + hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:12], build)
+            / "run"
+        )
 
     return run
 
@@ -145,8 +167,14 @@ NEWER_THAN_2022 = """
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, of selenium, with the functions of a browser of 2022."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="no selenium: pip install selenium"
+    )
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     driver = shutil.which("chromedriver")
     if not chromium or not driver:
         pytest.skip("no Chromium or no chromedriver: apt-get install chromium chromium-driver")
@@ -190,7 +218,9 @@ def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
     def open_(file: Path) -> Callable[..., Any]:
         ready = "return location.href === arguments[0] && ('backend' in globalThis || 'ready' in document.body.dataset)"
         browser.get(file.as_uri())
-        wait_until(lambda: browser.execute_script(ready, file.as_uri()))  # a busy browser may return earlier
+        wait_until(
+            lambda: browser.execute_script(ready, file.as_uri())
+        )  # a busy browser may return earlier
         return browser.execute_script
 
     browser.get_log("browser")
@@ -208,7 +238,9 @@ def gpt2_folder(once: Once) -> Path:
         text = "the quick brown fox jumps over the lazy dog number " * 20
         size = len(save_tokenizer(folder, text, ["<|endoftext|>"], eos_token="<|endoftext|>"))
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=size + 3, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+        config = GPT2Config(
+            vocab_size=size + 3, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0
+        )
         GPT2LMHeadModel(config).save_pretrained(folder)
 
     return once("gpt2", build)
@@ -239,7 +271,9 @@ def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Train in this process: `train("max_steps=5", folder=...)` returns the folder, the loss, the summary."""
 
     def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
-        summary = minigpt.train([*small_run(text, tmp_path / "data", *overrides), f"hydra.run.dir={folder}"])
+        summary = minigpt.train(
+            [*small_run(text, tmp_path / "data", *overrides), f"hydra.run.dir={folder}"]
+        )
         return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
 
     return run
@@ -250,9 +284,17 @@ def launch(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Run a script in a forked process and wait: `launch("train.py", "max_steps=5")`; options are those of `Script`."""
 
     def run(script: str, *arguments: str, **options: Any) -> SimpleNamespace:
-        arguments = (*small_run(text, tmp_path / "data", *arguments),) if script == "train.py" else arguments
-        process = Script(script, *arguments, output=tmp_path / f"process-{time.monotonic_ns()}", **options)
-        return SimpleNamespace(returncode=process.wait(), stdout=process.stdout, stderr=process.stderr)
+        arguments = (
+            (*small_run(text, tmp_path / "data", *arguments),)
+            if script == "train.py"
+            else arguments
+        )
+        process = Script(
+            script, *arguments, output=tmp_path / f"process-{time.monotonic_ns()}", **options
+        )
+        return SimpleNamespace(
+            returncode=process.wait(), stdout=process.stdout, stderr=process.stderr
+        )
 
     return run
 

@@ -47,17 +47,58 @@ def rows(texts):
 
 def stories(number, seed=0):
     random = np.random.default_rng(seed)
-    words = "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
-    return [f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30))) for i in range(number)]
+    words = (
+        "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
+    )
+    return [
+        f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30)))
+        for i in range(number)
+    ]
 
 
 def random_texts(count, seed=0):
     """Return strings of words, spaces, digits, contractions, emojis, scripts, special tokens and lone surrogates."""
     rng = random.Random(seed)
-    parts = [*" \n\t\r'aZ09é中ſK!/_²½٣\u00a0\u0085\ufeff\u2028\u3000\u1680\u200b", "  ", "'s", "'LL", "'ſ", "’t", "ǅ"]
-    parts += ["123456", "\r\n", "\n\n ", "hello", " world", "HelloWorld", "WE'RE", "don't", "e\u0301", "\u0301"]
-    parts += ["👩\u200d👩\u200d👧", "🇩🇪", "हिन्दी", "العربية", "한국어", "İstanbul", "straße", "\ud800", "…"]
-    parts += ["aab", "-" * 40, " " * 30, "1" * 30, "def f(x):\n\treturn x**2\n", "d[0]['k'] != null;\r\n"]
+    parts = [
+        *" \n\t\r'aZ09é中ſK!/_²½٣\u00a0\u0085\ufeff\u2028\u3000\u1680\u200b",
+        "  ",
+        "'s",
+        "'LL",
+        "'ſ",
+        "’t",
+        "ǅ",
+    ]
+    parts += [
+        "123456",
+        "\r\n",
+        "\n\n ",
+        "hello",
+        " world",
+        "HelloWorld",
+        "WE'RE",
+        "don't",
+        "e\u0301",
+        "\u0301",
+    ]
+    parts += [
+        "👩\u200d👩\u200d👧",
+        "🇩🇪",
+        "हिन्दी",
+        "العربية",
+        "한국어",
+        "İstanbul",
+        "straße",
+        "\ud800",
+        "…",
+    ]
+    parts += [
+        "aab",
+        "-" * 40,
+        " " * 30,
+        "1" * 30,
+        "def f(x):\n\treturn x**2\n",
+        "d[0]['k'] != null;\r\n",
+    ]
     parts += [SEPARATOR, "<|endofprompt|>", "<|", "<s>", "<0x0A>"]
     parts += map(chr, rng.sample([*range(0x80, 0xD800), *range(0xE000, 0x110000)], 60))
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
@@ -77,7 +118,10 @@ def folder_of(corpus):
 
 
 def on_disk(corpus):
-    return [np.fromfile(folder_of(corpus) / f"{split}.bin", corpus.dtype).tolist() for split in ("train", "val")]
+    return [
+        np.fromfile(folder_of(corpus) / f"{split}.bin", corpus.dtype).tolist()
+        for split in ("train", "val")
+    ]
 
 
 def texts_on_disk(corpus):

@@ -14,21 +14,41 @@ from minigpt.extras.playground.export_html import export_html
 CHARACTERS = CharTokenizer("".join(map(chr, range(32, 127))))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
-NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
+NANOCHAT = {
+    **LLAMA,
+    "norm": "rmsnorm_noscale",
+    "activation": "relu2",
+    "qk_norm": True,
+    "embed_norm": True,
+}
 MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
 SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation": "gelu_tanh"},
     "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
-    "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
+    "an odd number of learned positions": {
+        "block_size": 7,
+        "smear": 1,
+        "ngram": 3,
+        "ngram_buckets": 50,
+    },
     "one position": {"block_size": 1, "position": "rope"},
     "no positions": {"position": "none", "activation": "relu"},
-    "rope, and biases of queries, keys and values": {"position": "rope", "bias": False, "qkv_bias": True},
+    "rope, and biases of queries, keys and values": {
+        "position": "rope",
+        "bias": False,
+        "qkv_bias": True,
+    },
     "Llama": {**LLAMA, "tie_embeddings": False},
     "Llama, one key-value head": {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-2},
     "Llama, a wider head": {**LLAMA, "n_kv_head": 2, "head_dim": 10, "n_inner": 40},
     "Llama 3, scaled rope": {**LLAMA, **SCALED},
-    "Llama 3, other factors": {**LLAMA, **SCALED, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
+    "Llama 3, other factors": {
+        **LLAMA,
+        **SCALED,
+        "rope_low_freq_factor": 0.5,
+        "rope_high_freq_factor": 2.0,
+    },
     "Qwen3": {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2},
     "NanoChat": {**NANOCHAT, "logit_softcap": 2.0},
     "post-norm": {"norm_position": "post"},
@@ -45,9 +65,16 @@ def random_model(**values: Any) -> GPT:
     return make_model(**{**BASE, **values})
 
 
-def export(model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float32", **options: Any) -> Path:
+def export(
+    model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float32", **options: Any
+) -> Path:
     save_checkpoint(model, tokenizer, folder / "model.safetensors")
-    export_html(find_pretrained(folder / "model.safetensors"), folder / f"{weights}.html", weights, **options)
+    export_html(
+        find_pretrained(folder / "model.safetensors"),
+        folder / f"{weights}.html",
+        weights,
+        **options,
+    )
     return folder / f"{weights}.html"
 
 

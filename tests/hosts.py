@@ -21,7 +21,9 @@ from small_runs import wait_until
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
 
 needs_hosts = pytest.mark.skipif(
-    os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter", "unshare"))),
+    os.name != "posix"
+    or os.geteuid() != 0
+    or not all(map(shutil.which, ("ip", "nsenter", "unshare"))),
     reason="needs root, iproute2 and util-linux: apt-get install iproute2 util-linux",
 )
 
@@ -36,14 +38,20 @@ class Hosts:
         self.names = [chr(ord("a") + host) for host in range(n)]
         self.addresses = [f"10.83.0.{host + 1}" for host in range(n)]
         self.folder, self._table = folder, folder / "etc_hosts"
-        self._switch, *self._namespaces = [f"minigpt-{os.getpid()}-{name}" for name in ("switch", *self.names)]
+        self._switch, *self._namespaces = [
+            f"minigpt-{os.getpid()}-{name}" for name in ("switch", *self.names)
+        ]
 
-    def run(self, host: int, command: Sequence[str], env: Mapping[str, str] = {}, **options: Any) -> Any:
+    def run(
+        self, host: int, command: Sequence[str], env: Mapping[str, str] = {}, **options: Any
+    ) -> Any:
         """Start a command on a host; options are those of `subprocess.Popen`."""
         network = f"--net=/run/netns/{self._namespaces[host]}"  # `ip netns exec` would hide /sys/fs/cgroup of SLURM
         start = ["nsenter", network, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         return subprocess.Popen(
-            [*start, str(self._table), self.names[host], *command], env={**os.environ, **env}, **options
+            [*start, str(self._table), self.names[host], *command],
+            env={**os.environ, **env},
+            **options,
         )
 
     def kill(self, host: int) -> None:
@@ -55,7 +63,8 @@ class Hosts:
 
     def _start(self) -> None:
         self._table.write_text(
-            "127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, self.addresses, self.names)), encoding="utf-8"
+            "127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, self.addresses, self.names)),
+            encoding="utf-8",
         )
         for namespace in (self._switch, *self._namespaces):
             _ip("netns", "add", namespace)
@@ -64,7 +73,17 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for host, namespace in enumerate(self._namespaces):
             peer = ["type", "veth", "peer", "name", "eth0", "netns", namespace]
-            _ip("-n", self._switch, "link", "add", "name", self.names[host], "master", "bridge", *peer)
+            _ip(
+                "-n",
+                self._switch,
+                "link",
+                "add",
+                "name",
+                self.names[host],
+                "master",
+                "bridge",
+                *peer,
+            )
             self.set_link(host, "up")
             _ip("-n", namespace, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
@@ -100,13 +119,17 @@ class Hold(Callback):
         self.new = trainer.global_step == 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        (shutdown,) = (callback for callback in trainer.callbacks if isinstance(callback, GracefulShutdown))
+        (shutdown,) = (
+            callback for callback in trainer.callbacks if isinstance(callback, GracefulShutdown)
+        )
         if self.new and trainer.global_step == 6:
             wait_until(lambda: shutdown.received)
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], capture_output=True, encoding="utf-8", check=True).stdout
+    return subprocess.run(
+        ["ip", *arguments], capture_output=True, encoding="utf-8", check=True
+    ).stdout
 
 
 def _kill(namespace: str) -> None:

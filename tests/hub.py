@@ -34,7 +34,9 @@ class Hub:
     def answer(self, path: str, body: bytes) -> Answer:
         """Return status, content and headers."""
         if not (
-            found := re.fullmatch(rf"({API}|{FILES})(?:/(revision|tree|paths-info))?(?:/([^/]+))?(?:/(.+))?", path)
+            found := re.fullmatch(
+                rf"({API}|{FILES})(?:/(revision|tree|paths-info))?(?:/([^/]+))?(?:/(.+))?", path
+            )
         ):
             return self.error("RepoNotFound")
         kind, revision, name = found[2], found[3] or "main", found[4] or ""
@@ -46,19 +48,34 @@ class Hub:
             return self.error("EntryNotFound", {"X-Repo-Commit": sha})
         if found[1] == FILES:
             content = files[name]
-            return 200, content, {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
-        value: Any = {"id": "me/plays", "sha": sha, "siblings": [{"rfilename": file} for file in files]}
+            return (
+                200,
+                content,
+                {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'},
+            )
+        value: Any = {
+            "id": "me/plays",
+            "sha": sha,
+            "siblings": [{"rfilename": file} for file in files],
+        }
         if kind == "paths-info":
             value = self.listed(files, parse_qs(body.decode()).get("paths", []))
         elif kind == "tree":
             value = self.listed(files, [file for file in files if os.path.dirname(file) == name])
             folders = {os.path.dirname(file) for file in files} - {"", name}
-            value += [{"type": "directory", "oid": "0" * 40, "path": folder} for folder in folders if not name]
+            value += [
+                {"type": "directory", "oid": "0" * 40, "path": folder}
+                for folder in folders
+                if not name
+            ]
         return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}
 
     def listed(self, files: dict[str, bytes], names: list[str]) -> list[dict[str, Any]]:
         shas = {name: hashlib.sha1(files[name]).hexdigest() for name in names if name in files}
-        return [{"type": "file", "oid": sha, "size": len(files[name]), "path": name} for name, sha in shas.items()]
+        return [
+            {"type": "file", "oid": sha, "size": len(files[name]), "path": name}
+            for name, sha in shas.items()
+        ]
 
     def error(self, code: str, headers: dict[str, str] | None = None) -> Answer:
         return 404, b"{}", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})}
@@ -76,7 +93,9 @@ class Hub:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, content, headers = hub.answer(unquote(urlsplit(self.path).path), body)
                 size = len(content)
-                if status == 200 and (wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))):
+                if status == 200 and (
+                    wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+                ):
                     start, end = int(wanted[1]), min(int(wanted[2] or size), size - 1)
                     content, status = content[start : end + 1], 206
                     headers["Content-Range"] = f"bytes {start}-{end}/{size}"

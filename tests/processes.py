@@ -24,9 +24,9 @@ _IMPORTS = [
     "torch._dynamo",
     "matplotlib.pyplot",
     "hydra.main",
-    "minigpt.language_model",
-    "minigpt.optim",
-    "minigpt.ema",
+    "minigpt.training.language_model",
+    "minigpt.training.optim",
+    "minigpt.training.ema",
 ]
 PRELOADED = [*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"]
 _forkserver.set_forkserver_preload(PRELOADED)
@@ -62,8 +62,16 @@ class Script:
         self._process: Any = None
         if cold_start:
             with open(self.files[0], "ab") as out, open(self.files[1], "ab") as err:
-                options: Any = {"cwd": cwd, "env": env, "stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
-                self._popen = subprocess.Popen([sys.executable, *command], start_new_session=True, **options)
+                options: Any = {
+                    "cwd": cwd,
+                    "env": env,
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": out,
+                    "stderr": err,
+                }
+                self._popen = subprocess.Popen(
+                    [sys.executable, *command], start_new_session=True, **options
+                )
             self.pid = self._popen.pid
         else:
             options = (command, self.files, cwd or Path.cwd(), env, prepare)
@@ -82,7 +90,9 @@ class Script:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"the process did not exit within {seconds:g} s; stderr: {self.stderr}")
+                raise AssertionError(
+                    f"the process did not exit within {seconds:g} s; stderr: {self.stderr}"
+                )
             time.sleep(0.01)
         return code
 
@@ -110,11 +120,19 @@ class Script:
 
     @property
     def stdout(self) -> str:
-        return self.files[0].read_text(self.encoding, errors="replace") if self.files[0].exists() else ""
+        return (
+            self.files[0].read_text(self.encoding, errors="replace")
+            if self.files[0].exists()
+            else ""
+        )
 
     @property
     def stderr(self) -> str:
-        return self.files[1].read_text(self.encoding, errors="replace") if self.files[1].exists() else ""
+        return (
+            self.files[1].read_text(self.encoding, errors="replace")
+            if self.files[1].exists()
+            else ""
+        )
 
 
 def close_output() -> None:
@@ -144,7 +162,11 @@ def wait_for_imports() -> None:
 
 
 def _run_forked(
-    command: list[str], output: list[Path], cwd: Path, env: dict[str, str], prepare: Callable[[], None] | None
+    command: list[str],
+    output: list[Path],
+    cwd: Path,
+    env: dict[str, str],
+    prepare: Callable[[], None] | None,
 ) -> None:
     """Run a script in a forked process, with the session, streams and arguments that a shell would set up."""
     os.setsid()
@@ -152,7 +174,9 @@ def _run_forked(
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    tqdm.set_lock(threading.RLock())  # the default lock is shared between processes; a killed process leaves warnings
+    tqdm.set_lock(
+        threading.RLock()
+    )  # the default lock is shared between processes; a killed process leaves warnings
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, file in enumerate(output, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -160,7 +184,9 @@ def _run_forked(
     if prepare:
         prepare()
     encoding = env.get("PYTHONIOENCODING", "utf-8")
-    sys.stdout = os.fdopen(1, "w", encoding=encoding, closefd=False)  # of the kind of its file, pipe or terminal
+    sys.stdout = os.fdopen(
+        1, "w", encoding=encoding, closefd=False
+    )  # of the kind of its file, pipe or terminal
     sys.stderr = os.fdopen(2, "w", 1, encoding, "backslashreplace", closefd=False)
     try:
         runpy.run_path(command[0], run_name="__main__")

@@ -37,14 +37,30 @@ def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2, codes: Sequenc
     Args:
         codes: exit codes by rank, by default 0.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its port is its own until it is deleted
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    group |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # its port is its own until it is deleted
+    group = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    group |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     with TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):
-            env = {name: str(value) for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            processes.append(Script(__file__, json.dumps(runs), output=Path(folder, f"rank{rank}"), env=env))
+            env = {
+                name: str(value)
+                for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()
+            }
+            processes.append(
+                Script(__file__, json.dumps(runs), output=Path(folder, f"rank{rank}"), env=env)
+            )
         ended = [process.wait() for process in processes]
         assert ended == list(codes or [0] * ranks), [process.stderr for process in processes]
     return f"{__file__} {json.dumps(runs)}"

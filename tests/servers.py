@@ -20,7 +20,11 @@ from minigpt.extras.playground.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
-BYTES: dict[str, Any] = {"std": 0.3, "vocab_size": 256, "block_size": 32}  # of a model with random weights
+BYTES: dict[str, Any] = {
+    "std": 0.3,
+    "vocab_size": 256,
+    "block_size": 32,
+}  # of a model with random weights
 
 
 class SmallEngine(Engine):
@@ -62,11 +66,19 @@ def make_run(folder: Path, **settings: Any) -> Path:
 
 @contextmanager
 def serving(
-    sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, port: int = 0, **options: Any
+    sources: Sequence[Path | str],
+    *,
+    engine: Any = ENGINE,
+    access_log: bool = False,
+    port: int = 0,
+    **options: Any,
 ) -> Iterator[Any]:
     """Run a server in a thread: `url`, `port` and `stop`; options are those of `create_app`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu")
-    app, opened = create_app(models, **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", port)
+    app, opened = (
+        create_app(models, **({"host": "127.0.0.1"} | options)),
+        open_socket("127.0.0.1", port),
+    )
     server = new_server(app, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
@@ -102,10 +114,21 @@ def make_instruct_folder(folder: Path, **options: Any) -> Path:
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     ends = options.pop("ends", 2)
-    theirs = save_tokenizer(folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML, **options)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    theirs = save_tokenizer(
+        folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML, **options
+    )
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(
-        vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=ends, bos_token_id=0, **sizes
+        vocab_size=len(theirs),
+        max_position_embeddings=256,
+        eos_token_id=ends,
+        bos_token_id=0,
+        **sizes,
     )
     model = LlamaForCausalLM(config)
     torch.manual_seed(0)

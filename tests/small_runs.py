@@ -15,8 +15,16 @@ from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
-TEST_DEVICE = os.environ.get("MINIGPT_TEST_DEVICE", "cuda")  # of tests marked gpu; cpu rehearses them
-TIMES = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "mfu"}  # columns that no two runs share
+TEST_DEVICE = os.environ.get(
+    "MINIGPT_TEST_DEVICE", "cuda"
+)  # of tests marked gpu; cpu rehearses them
+TIMES = {
+    "seconds",
+    "wall_seconds",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+}  # columns that no two runs share
 
 
 def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
@@ -28,7 +36,9 @@ def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
         max_steps=20 eval_every=10 log_every=5
         originality=null
     """.split()
-    if any(override.startswith("init_from=") for override in overrides):  # which has a model of its own
+    if any(
+        override.startswith("init_from=") for override in overrides
+    ):  # which has a model of its own
         small = [setting for setting in small if not setting.startswith("model.")]
     samples = any("samples" in override for override in overrides)
     return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]
@@ -42,7 +52,10 @@ def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
 
 def rows(folder: Path) -> list[dict[str, str]]:
     """Return the rows of the metrics.csv of a run, without the columns that measure time."""
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in table(folder / "metrics.csv")]
+    return [
+        {name: value for name, value in row.items() if name not in TIMES}
+        for row in table(folder / "metrics.csv")
+    ]
 
 
 def table(file: Path) -> list[dict[str, str]]:
@@ -67,7 +80,9 @@ def wandb_records(run: Path, index: int = 0, parts: str = "offline-run-*") -> li
 
 def one_line(result: Any) -> str:
     """Return the line on stderr of a script that refused its input: exit code 2, and nothing on stdout."""
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
+        result.stderr
+    )
     return result.stderr.strip()
 
 

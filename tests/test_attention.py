@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from tolerance import assert_near
 from torch import Tensor, nn
 
-from minigpt.attention import MultiHeadAttention, attend, attend_explicit, rotary_table, rotate
+from minigpt.model.attention import (
+    MultiHeadAttention,
+    attend,
+    attend_explicit,
+    rotary_table,
+    rotate,
+)
 from minigpt.utils.errors import UserError
 
 TERMS = 24 + 6 + 9 + 24  # of the modules below: projection, scores, values, output
@@ -24,18 +30,27 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     shapes = {"q": (B, K * groups, T, D), "k": (B, K, S, D), "v": (B, K, S, E)}
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
     mask = None
     if draw(st.booleans()):
         sizes = [draw(st.sampled_from([1, size])) for size in (B, K * groups, T, S)]
         shape = sizes[draw(st.integers(0, 4)) :]  # from a number to (B, H, T, S)
         mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.5, 0.9]))
-    return {**tensors, "causal": draw(st.booleans()), "mask": mask, "scale": draw(st.none() | st.floats(0.01, 1.5))}
+    return {
+        **tensors,
+        "causal": draw(st.booleans()),
+        "mask": mask,
+        "scale": draw(st.none() | st.floats(0.01, 1.5)),
+    }
 
 
 @given(problems())
 @settings(max_examples=120, deadline=None, derandomize=True)
-def test_fused_and_explicit_attention_equal_the_formula_in_value_and_gradient(problem: dict[str, Any]):
+def test_fused_and_explicit_attention_equal_the_formula_in_value_and_gradient(
+    problem: dict[str, Any],
+):
     inputs, dtype = [problem[name].requires_grad_() for name in "qkv"], problem["q"].dtype
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected, expected_weights = formula(**{**problem, **dict(zip("qkv", exact, strict=True))})
@@ -46,19 +61,27 @@ def test_fused_and_explicit_attention_equal_the_formula_in_value_and_gradient(pr
     for y in (attend(**problem), explicit):
         assert y.dtype == dtype
         assert_near(y.double(), expected, *inputs, terms=8 + 6, dtype=dtype)
-        for gradient, reference in zip(torch.autograd.grad(y, inputs, direction), references, strict=True):
+        for gradient, reference in zip(
+            torch.autograd.grad(y, inputs, direction), references, strict=True
+        ):
             assert_near(gradient.double(), reference, *inputs, terms=2 * (8 + 6), dtype=dtype)
 
 
-@pytest.mark.parametrize(("bias", "causal", "padded"), [(True, True, True), (False, True, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("bias", "causal", "padded"), [(True, True, True), (False, True, False), (True, False, True)]
+)
 def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: bool, padded: bool):
     reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)
     ours = MultiHeadAttention(24, 4, bias=bias, causal=causal, scale=0.2)
     weights = reference.state_dict().items()
-    ours.load_state_dict({name.replace("in_proj_", "qkv.").replace("out_proj", "out"): x for name, x in weights})
-    for projection in (reference.in_proj_weight, reference.in_proj_bias) if bias else (reference.in_proj_weight,):
+    ours.load_state_dict(
+        {name.replace("in_proj_", "qkv.").replace("out_proj", "out"): x for name, x in weights}
+    )
+    for projection in (
+        (reference.in_proj_weight, reference.in_proj_bias) if bias else (reference.in_proj_weight,)
+    ):
         projection.data[:24] *= 0.2 * math.sqrt(6)  # of the queries: the module's own scale is 1/√6
     x = torch.randn(2, 7, 24)
     future = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
@@ -72,18 +95,26 @@ def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: boo
 
 def test_rotation_multiplies_pairs_as_complex_numbers():
     x, start = torch.randn(2, 10, 3, 8), 1_000_003
-    angle = torch.arange(start, start + 10)[:, None, None] * 50.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    angle = torch.arange(start, start + 10)[:, None, None] * 50.0 ** (
+        -torch.arange(0, 8, 2).double() / 8
+    )
     expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     rotated = rotate(x, rotary_table(10, 8, 50.0, start=start))
     assert_near(rotated, torch.cat((expected.real, expected.imag), -1).float(), x, terms=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the fused kernel, and the formula
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16]
+)  # the fused kernel, and the formula
 def test_dropout_drops_weights(dtype: torch.dtype):
     attention = MultiHeadAttention(64, 4, dropout=0.2).to(dtype)
     attention.out = nn.Identity()
-    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(-1, (4, 16))  # a token sees itself alone
-    silent = (y == 0).all(-1)  # of 20,000 weights, more than five standard deviations; dropout of the output is rarer
+    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(
+        -1, (4, 16)
+    )  # a token sees itself alone
+    silent = (y == 0).all(
+        -1
+    )  # of 20,000 weights, more than five standard deviations; dropout of the output is rarer
     assert silent.float().mean().item() == pytest.approx(0.2, abs=0.015)
 
 

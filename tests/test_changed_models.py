@@ -17,15 +17,16 @@ from test_generation import ARCHITECTURES, make
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from minigpt.decoder import Decoder, make_decoder
 from minigpt.extras.playground.engine import SampleRequest
-from minigpt.fast_decoder import FastDecoder
-from minigpt.generation import generate, score, stream
-from minigpt.generation_settings import Sampling
-from minigpt.model import GPT, MLP
-from minigpt.model_changes import evaluation, find_change
-from minigpt.ops import ACTIVATIONS
-from minigpt.sampling import PerSampleRNG, draw
+from minigpt.model.changes import find_change
+from minigpt.model.evaluation import evaluation
+from minigpt.model.gpt import GPT, MLP
+from minigpt.model.ops import ACTIVATIONS
+from minigpt.sampling.decoder import Decoder
+from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.sampling.filters import PerSampleRNG, draw
+from minigpt.sampling.generation import generate, make_decoder, score, stream
+from minigpt.sampling.settings import Sampling
 from minigpt.utils.errors import UserError
 
 BLOCK = 16
@@ -61,11 +62,17 @@ def change(statement: Changed) -> Changed:
 def edit(path: str, new: Callable[[Any], Any]) -> Changed:
     """Set an attribute, or a module, to a function of what it was."""
     name, _, key = path.rpartition(".")
-    return change(lambda m: setattr(m.get_submodule(name), key, new(getattr(m.get_submodule(name), key, None))))
+    return change(
+        lambda m: setattr(
+            m.get_submodule(name), key, new(getattr(m.get_submodule(name), key, None))
+        )
+    )
 
 
 def hook(name: str, function: Callable[[Tensor], Tensor]) -> Changed:
-    return change(lambda m: m.get_submodule(name).register_forward_hook(lambda module, args, x: function(x)))
+    return change(
+        lambda m: m.get_submodule(name).register_forward_hook(lambda module, args, x: function(x))
+    )
 
 
 def subclass(**methods: Any) -> Changed:
@@ -82,24 +89,40 @@ def subclass(**methods: Any) -> Changed:
 CHANGES: dict[str, Changed] = {
     "LoRA": edit("blocks.1.mlp.up.__class__", lambda old: LoRALinear),
     "a forward hook": hook("blocks.0.mlp", torch.neg),
-    "a hook on later positions": hook("blocks.0", lambda x: torch.cat((x[:, :10], -3 * x[:, 10:]), dim=1)),
-    "a hook on the last position": hook("blocks.0", lambda x: torch.cat((x[:, :-1], -3 * x[:, -1:]), dim=1)),
-    "a forward pre-hook": change(lambda m: m.blocks[1].mlp.register_forward_pre_hook(lambda _, args: (2 * args[0],))),
+    "a hook on later positions": hook(
+        "blocks.0", lambda x: torch.cat((x[:, :10], -3 * x[:, 10:]), dim=1)
+    ),
+    "a hook on the last position": hook(
+        "blocks.0", lambda x: torch.cat((x[:, :-1], -3 * x[:, -1:]), dim=1)
+    ),
+    "a forward pre-hook": change(
+        lambda m: m.blocks[1].mlp.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    ),
     "a replaced forward": edit("blocks.0.mlp.forward", lambda old: torch.sin),
     "replaced logits": change(lambda m: setattr(m, "logits", lambda x: m.lm_head(x))),
     "a replaced activation": edit("blocks.0.mlp.activation", lambda old: torch.sin),
     "an edited rotary table": change(lambda m: m.rotary.mul_(0.5)),
     "a subclass": subclass(),
     "a subclass with other logits": subclass(logits=lambda m, x: GPT.logits(m, x.flip(-1))),
-    "a forward without a cache": subclass(forward=lambda m, tokens: GPT.forward(m, tokens).flip(-1)),
-    "a forward that ignores the cache": subclass(forward=lambda m, tokens, cache=None: GPT.forward(m, tokens).flip(-1)),
-    "parametrize": change(lambda m: parametrize.register_parametrization(m.blocks[0].mlp.up, "weight", nn.Tanh())),
+    "a forward without a cache": subclass(
+        forward=lambda m, tokens: GPT.forward(m, tokens).flip(-1)
+    ),
+    "a forward that ignores the cache": subclass(
+        forward=lambda m, tokens, cache=None: GPT.forward(m, tokens).flip(-1)
+    ),
+    "parametrize": change(
+        lambda m: parametrize.register_parametrization(m.blocks[0].mlp.up, "weight", nn.Tanh())
+    ),
     "a wrapped block": edit("blocks.1", Wrapped),
     "one more block": change(lambda m: m.blocks.append(copy.deepcopy(m.blocks[0]))),
     "a bias of the head": edit("lm_head", lambda head: nn.Linear(32, 23)),
-    "a subclass of tensors": edit("blocks.0.mlp.up.weight", lambda w: nn.Parameter(w.detach().as_subclass(Tagged))),
+    "a subclass of tensors": edit(
+        "blocks.0.mlp.up.weight", lambda w: nn.Parameter(w.detach().as_subclass(Tagged))
+    ),
     "a wrapped model": Wrapped,
-    "a hook on a compiled block": lambda m: hook("blocks.0", torch.neg)(edit("blocks.0", compiled)(m)),
+    "a hook on a compiled block": lambda m: hook("blocks.0", torch.neg)(
+        edit("blocks.0", compiled)(m)
+    ),
 }
 WITHOUT_EFFECT = ("a subclass", "a subclass of tensors")
 PLAIN: dict[str, Changed] = {
@@ -118,7 +141,8 @@ COMPILED = pytest.mark.xdist_group("compiled")  # one worker imports torch's com
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=COMPILED if "compiled" in how else ()) for how in (*CHANGES, *PLAIN)]
+    "how",
+    [pytest.param(how, marks=COMPILED if "compiled" in how else ()) for how in (*CHANGES, *PLAIN)],
 )
 def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how: str):
     make_new, options = (CHANGES | PLAIN)[how], {"num_samples": 2, "seed": 3, "top_k": 7}
@@ -133,7 +157,9 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
     own = logprobs[range(len(text) - 1), text[1:]].float()
     torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own)
     if how in CHANGES:
-        unchanged = [sample.tokens for sample in generate(rope(), PROMPTS, max_new_tokens=8, **options)]
+        unchanged = [
+            sample.tokens for sample in generate(rope(), PROMPTS, max_new_tokens=8, **options)
+        ]
         assert (found == unchanged) == (how in WITHOUT_EFFECT)
 
 
@@ -146,11 +172,15 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
     assert isinstance(make_decoder(model), Decoder)
     for one, other in zip(before, generate(model, prompts, **options), strict=True):
         assert one.tokens == other.tokens
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_cudnn_attention_is_as_the_user_set_it_after_calls_that_overlap(before: bool, monkeypatch: pytest.MonkeyPatch):
+def test_cudnn_attention_is_as_the_user_set_it_after_calls_that_overlap(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+):
     at_start = torch.backends.cuda.cudnn_sdp_enabled()
     for meanwhile in (None, True):
         torch.backends.cuda.enable_cudnn_sdp(before)
@@ -194,7 +224,9 @@ def test_a_model_trains_compiled_while_a_thread_samples_from_another():
         model(tokens, tokens)
         return get_ident()
 
-    sampled, model = (torch.compile(rope(n_layer=1), backend=backend, fullgraph=True) for _ in range(2))
+    sampled, model = (
+        torch.compile(rope(n_layer=1), backend=backend, fullgraph=True) for _ in range(2)
+    )
     sampled.blocks[0].register_forward_pre_hook(wait)
     tokens = torch.randint(23, (2, BLOCK))
     with ThreadPoolExecutor(1) as pool:
@@ -210,9 +242,14 @@ def test_a_model_trains_compiled_while_a_thread_samples_from_another():
 
 
 @COMPILED
-@pytest.mark.parametrize("error", [(None, None, None), (ValueError, ValueError(), None)], ids=["", "with an error"])
+@pytest.mark.parametrize(
+    "error", [(None, None, None), (ValueError, ValueError(), None)], ids=["", "with an error"]
+)
 def test_two_threads_and_the_user_leave_torchs_compiler_as_it_was_in_any_order(error: Any):
-    backend, orders = Backend(), set(permutations([0, 0, 1, 1, 2, 2]))  # who enters, and at the second time exits
+    backend, orders = (
+        Backend(),
+        set(permutations([0, 0, 1, 1, 2, 2])),
+    )  # who enters, and at the second time exits
     function = torch.compile(lambda x: x + 1, backend=backend)
 
     def is_compiled() -> bool:
@@ -221,7 +258,11 @@ def test_two_threads_and_the_user_leave_torchs_compiler_as_it_was_in_any_order(e
         return backend.threads == [get_ident()]
 
     assert is_compiled()
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as user:
+    with (
+        ThreadPoolExecutor(1) as one,
+        ThreadPoolExecutor(1) as other,
+        ThreadPoolExecutor(1) as user,
+    ):
         for order in orders:
             entered: dict[int, Any] = {}
             for who in order:
@@ -230,7 +271,11 @@ def test_two_threads_and_the_user_leave_torchs_compiler_as_it_was_in_any_order(e
                     thread.submit(entered.pop(who).__exit__, *error).exception()
                     assert thread.submit(is_compiled).result()
                 else:
-                    new = torch.compiler.set_stance("fail_on_recompile") if thread is user else evaluation()
+                    new = (
+                        torch.compiler.set_stance("fail_on_recompile")
+                        if thread is user
+                        else evaluation()
+                    )
                     thread.submit(new.__enter__).result()
                     assert thread.submit(is_compiled).result() == (thread is user)
                     entered[who] = new
@@ -264,7 +309,9 @@ def test_texts_of_many_lengths_are_generated_and_scored_without_compilation():
 
 def test_the_server_generates_from_a_changed_model():
     model = CHANGES["LoRA"](rope())
-    requests = [SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate([*PROMPTS, PROMPTS[0]])]
+    requests = [
+        SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate([*PROMPTS, PROMPTS[0]])
+    ]
     found = serve_engine(model, lambda engine: collect(engine.generate(*requests)), max_running=2)
     for i, request in enumerate(requests):
         own = [token.id for token in found if token.sample == i]
@@ -272,7 +319,9 @@ def test_the_server_generates_from_a_changed_model():
 
 
 @pytest.mark.parametrize(("kind", "name"), [(GPT, "logits"), (nn.Linear, "forward")])
-def test_methods_that_are_replaced_in_their_class_are_used(kind: type, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_methods_that_are_replaced_in_their_class_are_used(
+    kind: type, name: str, monkeypatch: pytest.MonkeyPatch
+):
     own = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda *args, **kwargs: -own(*args, **kwargs))
     assert_decoded_by_own_logits(rope())
@@ -283,13 +332,15 @@ def test_a_global_hook_is_run(monkeypatch: pytest.MonkeyPatch):
     assert_decoded_by_own_logits(rope())
 
 
-def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_used(monkeypatch: pytest.MonkeyPatch):
+def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+):
     class Negative(MLP):
         def forward(self, x: Tensor) -> Tensor:
             return -super().forward(x)
 
     with monkeypatch.context() as patch:
-        patch.setattr("minigpt.model.MLP", Negative)
+        patch.setattr("minigpt.model.gpt.MLP", Negative)
         assert_decoded_by_own_logits(rope(norm_eps=1e-4))  # a config that no other test has
     monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
     assert_decoded_by_own_logits(rope(norm_eps=2e-4))
@@ -305,17 +356,24 @@ def test_shared_blocks_are_decoded_fast_until_one_is_replaced():
 
 
 def test_a_model_under_ddp_is_decoded_as_its_module():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     try:
         model = nn.parallel.DistributedDataParallel(rope())
-        assert generate(model, PROMPTS, max_new_tokens=8) == generate(rope(), PROMPTS, max_new_tokens=8)
+        assert generate(model, PROMPTS, max_new_tokens=8) == generate(
+            rope(), PROMPTS, max_new_tokens=8
+        )
         assert score(model, [1, 2], [3]).nats == score(rope(), [1, 2], [3]).nats
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_what_is_no_language_model_of_minigpt_is_refused():
-    for model in (nn.Sequential(make()), subclass(forward=lambda m, ids: (GPT.forward(m, ids), None))(make())):
+    for model in (
+        nn.Sequential(make()),
+        subclass(forward=lambda m, ids: (GPT.forward(m, ids), None))(make()),
+    ):
         with pytest.raises(UserError, match=r"^[^\n]*must [^\n]*, got (Sequential|tuple)[^\n]*$"):
             generate(model, [3], max_new_tokens=1)
 
@@ -330,7 +388,12 @@ def assert_decoded_by_own_logits(model: nn.Module) -> None:
 
 
 def expected(
-    model: Any, prompts: list[list[int]], n: int, num_samples: int = 1, seed: int = 0, **settings: Any
+    model: Any,
+    prompts: list[list[int]],
+    n: int,
+    num_samples: int = 1,
+    seed: int = 0,
+    **settings: Any,
 ) -> list[list[int]]:
     """Draw each sample from the logits of its whole text."""
     texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]

@@ -9,8 +9,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from small_runs import CONFIGS, composed
 
-from minigpt.config import GPTConfig
-from minigpt.run_config import RunConfig, check_run
+from minigpt.model.config import GPTConfig
+from minigpt.runs.run_config import RunConfig, check_run
 from minigpt.utils.errors import UserError
 
 # Settings, of which the last is refused.
@@ -47,13 +47,21 @@ def run() -> DictConfig:
 def test_an_invalid_value_raises_with_its_key_and_the_valid_values(overrides: str):
     given = OmegaConf.from_dotlist(overrides.split())
     key = overrides.split()[-1].partition("=")[0]
-    with pytest.raises(UserError, match=f"^{key} must be .+, got {re.escape(str(OmegaConf.select(given, key)))}(;|$)"):
+    with pytest.raises(
+        UserError,
+        match=f"^{key} must be .+, got {re.escape(str(OmegaConf.select(given, key)))}(;|$)",
+    ):
         check_run(OmegaConf.merge(run(), given))
 
 
 def test_a_run_with_a_value_at_its_limit_is_accepted():
     limits = "seed=0 optimizer.weight_decay=0 schedule.warmup_steps=0 pause_at=1000 trainer.gradient_clip_val=null"
-    for override in [*limits.split(), "model.vocab_size=65", "model.n_kv_head=2", "model.block_size=1048576"]:
+    for override in [
+        *limits.split(),
+        "model.vocab_size=65",
+        "model.n_kv_head=2",
+        "model.block_size=1048576",
+    ]:
         check_run(OmegaConf.merge(run(), OmegaConf.from_dotlist([override])))
 
 
@@ -104,23 +112,37 @@ def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_
 
 
 def test_a_configuration_equals_the_one_rebuilt_from_its_dictionary_which_is_checked():
-    config = GPTConfig(n_layer=3, n_kv_head=4, dropout=0.25, position="rope", activation="swiglu", bias=False)
+    config = GPTConfig(
+        n_layer=3, n_kv_head=4, dropout=0.25, position="rope", activation="swiglu", bias=False
+    )
     assert GPTConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
-    for unknown, message in (({"n_windows": 3, "n_layr": 2}, "n_layr, n_windows"), ({"dropout": 2}, "in .*, got 2")):
+    for unknown, message in (
+        ({"n_windows": 3, "n_layr": 2}, "n_layr, n_windows"),
+        ({"dropout": 2}, "in .*, got 2"),
+    ):
         with pytest.raises(UserError, match=message):
             GPTConfig.from_dict(unknown)
 
 
 def choices(group: str) -> list[str]:
     names = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
-    return [f"{group}={name}" for name in names if name != "pretrained"]  # that of experiment=finetune_gpt2
+    return [
+        f"{group}={name}" for name in names if name != "pretrained"
+    ]  # that of experiment=finetune_gpt2
 
 
-SHARED = [*map(choices, ("model", "optimizer", "schedule", "trainer", "data", "tokenizer", "callbacks", "logger"))]
+SHARED = [
+    *map(
+        choices,
+        ("model", "optimizer", "schedule", "trainer", "data", "tokenizer", "callbacks", "logger"),
+    )
+]
 
 
 @pytest.mark.parametrize(
-    "overrides", [*zip_longest(*SHARED), *zip(choices("experiment")), *zip(choices("debug"))], ids=str
+    "overrides",
+    [*zip_longest(*SHARED), *zip(choices("experiment")), *zip(choices("debug"))],
+    ids=str,
 )
 def test_every_file_in_configs_is_a_valid_run(overrides: tuple[str | None, ...]):
     check_run(composed(*filter(None, overrides)))

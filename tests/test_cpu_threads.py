@@ -8,9 +8,9 @@ import torch
 from extras.playground.test_engine import serve
 from models import make_model
 
-from minigpt import cpu_threads as module
-from minigpt.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
+from minigpt.training import cpu_threads as module
 from minigpt.extras.playground.engine import Engine, SampleRequest
+from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
 
 
 class Machine:
@@ -18,7 +18,10 @@ class Machine:
 
     def __init__(self, cores: int, *, seconds: float = 0.02, serial: float = 0.0) -> None:
         self.cores, self.busy, self.quota = cores, 0, float("inf")
-        self.work, self.serial = seconds * cores, serial  # CPU seconds of a step; seconds of it without threads
+        self.work, self.serial = (
+            seconds * cores,
+            serial,
+        )  # CPU seconds of a step; seconds of it without threads
         self.wall = self.cpu = 0.0
 
     def perf_counter(self) -> float:
@@ -29,8 +32,12 @@ class Machine:
 
     def step(self) -> None:
         threads = torch.get_num_threads()
-        got = min(threads, self.quota, self.cores * threads / max(self.cores, threads + self.busy))  # cores
-        seconds = self.work / got * (4 if got < threads else 1)  # threads wait for one that has no core
+        got = min(
+            threads, self.quota, self.cores * threads / max(self.cores, threads + self.busy)
+        )  # cores
+        seconds = (
+            self.work / got * (4 if got < threads else 1)
+        )  # threads wait for one that has no core
         self.wall += seconds + self.serial
         self.cpu += seconds * got + self.serial
 
@@ -51,7 +58,9 @@ def machine(monkeypatch):
         yield start
 
 
-def run(machine: Machine, balancer: ThreadBalancer, seconds: float) -> tuple[list[tuple[float, int]], list[str]]:
+def run(
+    machine: Machine, balancer: ThreadBalancer, seconds: float
+) -> tuple[list[tuple[float, int]], list[str]]:
     """Take steps for some seconds; return the changes, (second, threads from then on), and the lines for the log."""
     changes, lines, begin = [], [], machine.wall
     while machine.wall < begin + seconds:
@@ -66,14 +75,18 @@ def run(machine: Machine, balancer: ThreadBalancer, seconds: float) -> tuple[lis
 
 @pytest.mark.parametrize("cores", [2, 16])
 @pytest.mark.parametrize("seconds", [0.002, 0.02, 1.5])
-def test_a_run_beside_a_busy_process_uses_fewer_threads_and_all_again_when_it_ends(machine, cores, seconds):
+def test_a_run_beside_a_busy_process_uses_fewer_threads_and_all_again_when_it_ends(
+    machine, cores, seconds
+):
     computer, balancer = machine(cores, seconds=seconds)
     assert run(computer, balancer, 200) == ([], [])
     computer.busy = 1
     ((second, threads),), (line,) = run(computer, balancer, 50)
     assert second < max(2, 30 * seconds)
     assert threads == cores - 1
-    assert re.fullmatch(rf"{threads} threads? instead of {cores}, which had ({cores - 1}|1)\.\d cores", line)
+    assert re.fullmatch(
+        rf"{threads} threads? instead of {cores}, which had ({cores - 1}|1)\.\d cores", line
+    )
     computer.busy = 0
     ((second, threads),), lines = run(computer, balancer, 200)
     assert second < 60
@@ -135,7 +148,9 @@ def test_validation_compilation_and_a_sleeping_computer_change_nothing(machine):
         assert balancer.end() == ""
 
 
-@pytest.mark.parametrize("given", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "fixed"])
+@pytest.mark.parametrize(
+    "given", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "fixed"]
+)
 def test_a_given_number_of_threads_stays(machine, monkeypatch, given):
     if given != "fixed":
         monkeypatch.setenv(given, "2")
@@ -181,16 +196,31 @@ def test_a_run_logs_and_records_its_changes_also_if_it_resumes(machine, train, m
     run = train("max_steps=20", "resume=auto")
     assert run.summary["thread_changes"] == [[6, 1], [16, 1]]
     assert run.summary["device"] == "cpu, 2 threads"
-    lines = [line for line in (run.folder / "log.txt").read_text(encoding="utf-8").splitlines() if "instead" in line]
+    lines = [
+        line
+        for line in (run.folder / "log.txt").read_text(encoding="utf-8").splitlines()
+        if "instead" in line
+    ]
     assert lines == [f"step {step}: 1 thread instead of 2, which had 1.0 cores" for step in (9, 19)]
     assert torch.get_num_threads() == 2
 
 
-def test_samples_on_a_terminal_and_of_the_server_use_fewer_threads_too(machine, trained, call, monkeypatch, capfd):
+def test_samples_on_a_terminal_and_of_the_server_use_fewer_threads_too(
+    machine, trained, call, monkeypatch, capfd
+):
     machine(2)
     monkeypatch.setattr(module, "time", Waiting())
     line = "1 thread instead of 2, which had 1.0 cores"
-    shown = call("sample.py", str(trained()), "--num-samples", "4", "--max-new-tokens", "40", "--device", "cpu").stderr
+    shown = call(
+        "sample.py",
+        str(trained()),
+        "--num-samples",
+        "4",
+        "--max-new-tokens",
+        "40",
+        "--device",
+        "cpu",
+    ).stderr
     assert line in shown.splitlines()[-1]
     torch.set_num_threads(2)
     monkeypatch.setattr(module, "time", Waiting())

@@ -12,12 +12,12 @@ from test_generation import ARCHITECTURES, architectures, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.attention import KVCache
-from minigpt.decoder import Decoder
-from minigpt.fast_decoder import FastDecoder
-from minigpt.graph_decoder import GraphDecoder
-from minigpt.model import GPT
-from minigpt.ops import ACTIVATIONS
+from minigpt.model.attention import KVCache
+from minigpt.model.gpt import GPT
+from minigpt.model.ops import ACTIVATIONS
+from minigpt.sampling.decoder import Decoder
+from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.sampling.fast.graph_decoder import GraphDecoder
 
 EVERY = {
     **ARCHITECTURES,
@@ -28,9 +28,23 @@ EVERY = {
     "wide heads": {"position": "rope", "head_dim": 12, "rope_base": 100.0},
     "long ngram": {"ngram": 5, "ngram_buckets": 50, "smear": 3, "position": "none"},
     "embed_norm": {"embed_norm": True, "ngram": 2, "smear": 1},
-    "mup, post-norm": {"parametrization": "mup", "norm_position": "post", "position": "rope", "qk_norm": True},
+    "mup, post-norm": {
+        "parametrization": "mup",
+        "norm_position": "post",
+        "position": "rope",
+        "qk_norm": True,
+    },
 }
-VISITS = [(0, 3, 30), (2, 25, 4), (2, 1, 9), (5, 16, 60), (7, 2, 0), (20, 9, 30), (80, 16, 3), (80, 1, 50)]
+VISITS = [
+    (0, 3, 30),
+    (2, 25, 4),
+    (2, 1, 9),
+    (5, 16, 60),
+    (7, 2, 0),
+    (20, 9, 30),
+    (80, 16, 3),
+    (80, 1, 50),
+]
 
 
 KINDS = (FastDecoder, GraphDecoder)  # on a CPU, GraphDecoder runs the steps that it would record
@@ -48,12 +62,22 @@ def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_
         close(model, logits, model(torch.tensor([text]))[0, n - 1 :])
     for text, n, logits in join_and_leave(model, VISITS, kind(model)):
         close(model, logits, as_alone(model, text, n))
-    assert all(map(torch.equal, (*model.parameters(), *model.buffers()), (*before.parameters(), *before.buffers())))
+    assert all(
+        map(
+            torch.equal,
+            (*model.parameters(), *model.buffers()),
+            (*before.parameters(), *before.buffers()),
+        )
+    )
 
 
 def test_several_samples_share_one_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatch):
     model, read, append = make(position="rope", ngram=3, smear=2), list[int](), KVCache.append
-    monkeypatch.setattr(KVCache, "append", lambda cache, k, v: read.append(k[..., 0, 0].numel()) or append(cache, k, v))
+    monkeypatch.setattr(
+        KVCache,
+        "append",
+        lambda cache, k, v: read.append(k[..., 0, 0].numel()) or append(cache, k, v),
+    )
     FastDecoder(model, [tokens(5), tokens(2)], 3, 20)
     assert 0 < sum(read) <= (5 + 2) * model.config.n_layer
 
@@ -86,7 +110,9 @@ def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], kind: typ
     block_size=st.integers(1, 9),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     steps=st.integers(0, 25),
-    visits=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5),
+    visits=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5
+    ),
     kind=st.sampled_from(KINDS),
 )
 def test_any_architecture_decodes_any_prompts_as_gpt_forward(
@@ -98,17 +124,23 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(
     kind: type[FastDecoder],
 ):
     # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
-    model = make(**{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size).double()
+    model = make(
+        **{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size
+    ).double()
     texts = [tokens(n + steps) for n in lengths]
     together = zip(texts, lengths, decode(model, texts, lengths, kind), strict=True)
     for text, n, logits in [*together, *join_and_leave(model, visits, kind(model))]:
         # In 64 bits but for the sines of rotary positions.
-        assert_near(logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32)
+        assert_near(
+            logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32
+        )
 
 
 @architectures
 @pytest.mark.parametrize("block_size", [1, 7])
-def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(settings: dict[str, Any], block_size: int):
+def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(
+    settings: dict[str, Any], block_size: int
+):
     model = make(**settings, block_size=block_size)
     for text, n, logits in join_and_leave(model, VISITS, Decoder(model)):
         close(model, logits, as_alone(model, text, n))
@@ -123,11 +155,15 @@ def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastDecoder]):
         decoder.add(prompt)
     assert decoder.step(torch.tensor([1, 22])).isnan().any(dim=1).tolist() == [False, True]
     decoder.drop(1)
-    decoder.add([1, 2])  # in the row of the NaN, shorter than the other sample: its older slots are masked
+    decoder.add(
+        [1, 2]
+    )  # in the row of the NaN, shorter than the other sample: its older slots are masked
     assert decoder.step(torch.tensor([1, 2])).isfinite().all()
     decoder.drop(1)
     decoder.add([22] * 14)
-    for _ in range(60):  # the window moves to the front of the cache again and again, with NaN in one row
+    for _ in range(
+        60
+    ):  # the window moves to the front of the cache again and again, with NaN in one row
         decoder.step(torch.tensor([1, 22]))
     decoder.drop(1)
     for _ in range(20):
@@ -142,7 +178,10 @@ def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_
     recorded: Any = decoder._step
 
     def addresses() -> list[int]:
-        return [x.data_ptr() for x in (*recorded.inputs, *recorded.layers, recorded.tokens, recorded.slot)]
+        return [
+            x.data_ptr()
+            for x in (*recorded.inputs, *recorded.layers, recorded.tokens, recorded.slot)
+        ]
 
     before = addresses()
     decoder.drop(0)
@@ -159,14 +198,18 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[
     model = model.bfloat16()
     logits, whole = decode(model, [text], [3])[0], model(torch.tensor([text]))[0, 2:]
     assert logits.dtype == whole.dtype == torch.bfloat16
-    assert (logits - exact).square().mean() < 2 * (whole - exact).square().mean() + 1e-3 * exact.square().mean()
+    assert (logits - exact).square().mean() < 2 * (
+        whole - exact
+    ).square().mean() + 1e-3 * exact.square().mean()
     assert decode(model, [text[:3] + tokens(40), text + tokens(40)], [3, 16]).isfinite().all()
 
 
 @pytest.mark.parametrize("is_amd", [True, False])
-def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool, monkeypatch: pytest.MonkeyPatch):
+def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(
+    is_amd: bool, monkeypatch: pytest.MonkeyPatch
+):
     bmm, sliced, model = torch.bmm, [], make(n_embd=384, n_inner=515)
-    monkeypatch.setattr("minigpt.fast_decoder._IS_AMD", is_amd)
+    monkeypatch.setattr("minigpt.sampling.fast.fast_decoder._IS_AMD", is_amd)
     monkeypatch.setattr(torch, "bmm", lambda *args: sliced.append(args) or bmm(*args))
     for B in (3, 4):
         text = torch.randint(23, (B, 12))
@@ -199,12 +242,19 @@ def tokens(n: int) -> list[int]:
     return torch.randint(23, (n,)).tolist()
 
 
-def decode(model: GPT, texts: list[list[int]], lengths: Sequence[int], kind: type[FastDecoder] = FastDecoder) -> Tensor:
+def decode(
+    model: GPT,
+    texts: list[list[int]],
+    lengths: Sequence[int],
+    kind: type[FastDecoder] = FastDecoder,
+) -> Tensor:
     """The logits (B, 1 + following, V) after the prompt of each text, its first tokens, and after each that follows."""
     pairs = list(zip(texts, lengths, strict=True))
     steps = torch.tensor([text[n:] for text, n in pairs]).long().T  # (steps, B)
     decoder = kind(model, [text[:n] for text, n in pairs], 1, len(steps) + 1)
-    return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
+    return torch.stack(
+        [decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1
+    )
 
 
 def join_and_leave(
@@ -221,14 +271,19 @@ def join_and_leave(
                 decoder.add(texts[i][:n])
                 rows.append(i)
         if rows:
-            logits = decoder.step(torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows]))
+            logits = decoder.step(
+                torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows])
+            )
         for row in reversed(range(len(rows))):
             found[rows[row]].append(logits[row].clone())
             if len(found[rows[row]]) == visits[rows[row]][2] + 1:
                 decoder.drop(row)
                 rows[row] = rows[-1]
                 rows.pop()
-    return [(text, n, torch.stack(logits)) for text, (_, n, _), logits in zip(texts, visits, found, strict=True)]
+    return [
+        (text, n, torch.stack(logits))
+        for text, (_, n, _), logits in zip(texts, visits, found, strict=True)
+    ]
 
 
 def as_alone(model: GPT, text: list[int], n: int) -> Tensor:
@@ -256,6 +311,8 @@ def memory(value: Any) -> int:
     """Bytes of the tensors that a decoder holds beside its model."""
     if isinstance(value, Tensor):
         return value.untyped_storage().nbytes()
-    if isinstance(value, GPT) or not (isinstance(value, list | tuple) or hasattr(value, "__dict__")):
+    if isinstance(value, GPT) or not (
+        isinstance(value, list | tuple) or hasattr(value, "__dict__")
+    ):
         return 0
     return sum(map(memory, value if isinstance(value, list | tuple) else vars(value).values()))

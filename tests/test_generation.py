@@ -12,18 +12,30 @@ from models import make_model, overlap
 from tolerance import assert_near, rounding, terms_of
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from minigpt.decoder import Decoder
-from minigpt.fast_decoder import FastDecoder
-from minigpt.generation import Sample, generate, score, stream
-from minigpt.generation_settings import Sampling
-from minigpt.graph_decoder import GraphDecoder
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
+from minigpt.sampling.decoder import Decoder
+from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.sampling.fast.graph_decoder import GraphDecoder
+from minigpt.sampling.generation import Sample, generate, score, stream
+from minigpt.sampling.settings import Sampling
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES = {
     "gpt2": {},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 2},
-    "qwen3": {"position": "rope", "qk_norm": True, "qk_norm_weights": True, "norm_eps": 1e-6, "n_kv_head": 2},
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "n_kv_head": 2,
+    },
+    "qwen3": {
+        "position": "rope",
+        "qk_norm": True,
+        "qk_norm_weights": True,
+        "norm_eps": 1e-6,
+        "n_kv_head": 2,
+    },
     "multi-query": {"position": "none", "n_kv_head": 1, "qk_norm": True, "head_dim": 10},
     "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
     "post-norm": {"norm_position": "post", "activation": "relu2", "tie_embeddings": False},
@@ -56,9 +68,13 @@ def test_a_repetition_penalty_covers_prompt_and_generated_tokens():
     long = [9, *[3] * 30]  # what is no longer read was in the text all the same
     for token in (9, 3):
         bare = model(torch.tensor([long[-16:]]))[:, -1]
-        model.wte.weight.data[token] *= 2 * bare[0].max() / bare[0, token]  # no penalty makes it a tie
+        model.wte.weight.data[token] *= (
+            2 * bare[0].max() / bare[0, token]
+        )  # no penalty makes it a tie
         best = processor(torch.tensor([long]), model(torch.tensor([long[-16:]]))[:, -1]).argmax()
-        assert texts(model, long, max_new_tokens=1, temperature=0, repetition_penalty=penalty) == [[best]]
+        assert texts(model, long, max_new_tokens=1, temperature=0, repetition_penalty=penalty) == [
+            [best]
+        ]
 
 
 @architectures
@@ -70,7 +86,11 @@ def test_a_sample_depends_on_its_prompt_and_its_seed_alone(settings: dict[str, A
     for i, sample in enumerate(together):
         (alone,) = generate(model, prompts[i // 2], seed=5 + i % 2, **options)
         assert sample.tokens == alone.tokens
-        assert_near(torch.tensor(sample.logprobs), torch.tensor(alone.logprobs), terms=terms_of(model.config))
+        assert_near(
+            torch.tensor(sample.logprobs),
+            torch.tensor(alone.logprobs),
+            terms=terms_of(model.config),
+        )
     assert generate(model, [3, 7], num_samples=3, seed=5, **options)[1].tokens == together[1].tokens
 
 
@@ -89,33 +109,77 @@ def test_sampling_neither_uses_nor_changes_the_global_random_state():
 def test_prompts_are_tensors_or_sequences_alone_or_in_a_list():
     model, a, b = make(), torch.tensor([3, 7]), torch.tensor([1])
     arrays = (a.numpy(), [*a.numpy()], [a.numpy()], tuple(map(np.array, (3, 7))))
-    for prompt in (a, a.int(), [*a], [[*a]], (3, a[1]), [a[0], 7], (3, 7), [(3, 7)], range(3, 8, 4), *arrays):
+    for prompt in (
+        a,
+        a.int(),
+        [*a],
+        [[*a]],
+        (3, a[1]),
+        [a[0], 7],
+        (3, 7),
+        [(3, 7)],
+        range(3, 8, 4),
+        *arrays,
+    ):
         assert texts(model, prompt, max_new_tokens=20) == texts(model, [[3, 7]], max_new_tokens=20)
     for prompts in ([a, [1]], (a, b)):
-        assert texts(model, prompts, max_new_tokens=20) == texts(model, [[3, 7], [1]], max_new_tokens=20)
+        assert texts(model, prompts, max_new_tokens=20) == texts(
+            model, [[3, 7], [1]], max_new_tokens=20
+        )
 
 
 @architectures
 def test_logprobs_are_those_of_the_model_before_filters(settings: dict[str, Any]):
     model, prompts = make(**settings), [[5, 1, 19], [4]]
-    for options in ({}, {"temperature": 0}, {"top_k": 3, "repetition_penalty": 2.0, "temperature": 2.5, "top_p": 0.5}):
-        samples = generate(model, prompts, max_new_tokens=13, num_samples=2, logprobs=True, **options)
+    for options in (
+        {},
+        {"temperature": 0},
+        {"top_k": 3, "repetition_penalty": 2.0, "temperature": 2.5, "top_p": 0.5},
+    ):
+        samples = generate(
+            model, prompts, max_new_tokens=13, num_samples=2, logprobs=True, **options
+        )
         for i, sample in enumerate(samples):
             text = torch.tensor([*prompts[i // 2], *sample.tokens])
-            expected = model(text[None, :-1])[0].double().log_softmax(-1).gather(-1, text[1:, None])[-13:, 0]
-            assert_near(torch.tensor(sample.logprobs), expected.float(), terms=terms_of(model.config))
+            expected = (
+                model(text[None, :-1])[0]
+                .double()
+                .log_softmax(-1)
+                .gather(-1, text[1:, None])[-13:, 0]
+            )
+            assert_near(
+                torch.tensor(sample.logprobs), expected.float(), terms=terms_of(model.config)
+            )
 
 
 def test_stream_yields_the_tokens_of_generate_and_every_setting_changes_them():
-    model, changed = make(vocab_size=12), {"top_k": 2, "top_p": 0.3, "min_p": 0.4, "tokenizer": Letters()}
-    changed |= {"temperature": 3.0, "repetition_penalty": 3.0, "seed": 5, "num_samples": 2, "logprobs": True}
+    model, changed = (
+        make(vocab_size=12),
+        {"top_k": 2, "top_p": 0.3, "min_p": 0.4, "tokenizer": Letters()},
+    )
+    changed |= {
+        "temperature": 3.0,
+        "repetition_penalty": 3.0,
+        "seed": 5,
+        "num_samples": 2,
+        "logprobs": True,
+    }
     plain = generate(model, [3, 7], max_new_tokens=30)
-    for given in ({}, *({name: value} for name, value in changed.items()), {"stop": ["a"], "tokenizer": Letters()}):
-        whole, steps = (list(function(model, [3, 7], max_new_tokens=30, **given)) for function in (generate, stream))
+    for given in (
+        {},
+        *({name: value} for name, value in changed.items()),
+        {"stop": ["a"], "tokenizer": Letters()},
+    ):
+        whole, steps = (
+            list(function(model, [3, 7], max_new_tokens=30, **given))
+            for function in (generate, stream)
+        )
         assert len(steps[0].tokens) == len(whole)
         for i, sample in enumerate(whole):
             assert sample.tokens == [step.tokens[i] for step in steps[: len(sample.tokens)]]
-            assert sample.logprobs == [logprob for step in steps for logprob in step.logprobs[i : i + 1]]
+            assert sample.logprobs == [
+                logprob for step in steps for logprob in step.logprobs[i : i + 1]
+            ]
         assert (whole == plain) == (not given), given
 
 
@@ -133,16 +197,26 @@ def test_stream_yields_the_tokens_of_generate_and_every_setting_changes_them():
 def test_a_sample_ends_with_the_token_that_completes_a_stop_string(stop: list[str | int]):
     model, prompts = make(vocab_size=len(Letters.TOKENS)), [[0, 1, 0, 1], [0]]
     model.lm_head.weight.data *= 0.1
-    options = {"max_new_tokens": 120, "num_samples": 8, "seed": 11, "logprobs": True, "tokenizer": Letters()}
+    options = {
+        "max_new_tokens": 120,
+        "num_samples": 8,
+        "seed": 11,
+        "logprobs": True,
+        "tokenizer": Letters(),
+    }
     expected = [ended(sample, stop) for sample in generate(model, prompts, **options)]
     stopped = generate(model, prompts, stop=stop, **options)
     for one, other in zip(stopped, expected, strict=True):
         assert (one.tokens, one.reason, one.text) == (other.tokens, other.reason, other.text)
-        assert_near(torch.tensor(one.logprobs), torch.tensor(other.logprobs), terms=terms_of(model.config))
+        assert_near(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), terms=terms_of(model.config)
+        )
     ends = [len(sample.tokens) if sample.reason == "stop" else 121 for sample in expected]
     assert len(set(ends)) > 2  # each at its own time
     steps = stream(model, prompts, stop=stop, **options)
-    assert [step.stopped for step in steps] == [[end <= i for end in ends] for i in range(1, min(120, max(ends)) + 1)]
+    assert [step.stopped for step in steps] == [
+        [end <= i for end in ends] for i in range(1, min(120, max(ends)) + 1)
+    ]
 
 
 def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not():
@@ -196,7 +270,9 @@ TOKENIZERS = {"the first ids": range(12), "holes": [0, 3, 4, 9, 22, 38], "all id
 
 
 @pytest.mark.parametrize("known", TOKENIZERS.values(), ids=TOKENIZERS)
-@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0}, {"top_k": 5, "repetition_penalty": 2.0}], ids=str
+)
 def test_ids_without_a_token_are_never_drawn(known: Sequence[int], options: dict[str, Any]):
     model, tokenizer = make(vocab_size=40), Letters(known)
     options = {"max_new_tokens": 40, "num_samples": 8, "logprobs": True, **options}
@@ -216,7 +292,14 @@ def test_ids_without_a_token_are_never_drawn(known: Sequence[int], options: dict
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("max_new_tokens", 0), ("num_samples", 2.5), ("seed", -1), ("temperature", -0.1), ("top_k", 0), ("top_p", 0)),
+        *(
+            ("max_new_tokens", 0),
+            ("num_samples", 2.5),
+            ("seed", -1),
+            ("temperature", -0.1),
+            ("top_k", 0),
+            ("top_p", 0),
+        ),
         *(("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", 1e300)),
         *((name, value) for name in vars(Sampling()) for value in (float("nan"), "0.5")),
         *(("stop", stop) for stop in ("abc", ["a", ""], [1.5], [True], [-5], 5)),
@@ -231,8 +314,21 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, valu
 
 def test_invalid_token_ids_are_refused():
     tensors = [torch.tensor(x) for x in (True, 1.0, -1, 23)]
-    sequences = [[3, item] for item in (*tensors, *(x.numpy()[()] for x in tensors), 1.0, True, 23, -1, None, "a", [3])]
-    for prompt in ([], [[1], []], torch.tensor([1.0, 2.0]), *tensors, 3, "abc", None, range(0), *sequences):
+    sequences = [
+        [3, item]
+        for item in (*tensors, *(x.numpy()[()] for x in tensors), 1.0, True, 23, -1, None, "a", [3])
+    ]
+    for prompt in (
+        [],
+        [[1], []],
+        torch.tensor([1.0, 2.0]),
+        *tensors,
+        3,
+        "abc",
+        None,
+        range(0),
+        *sequences,
+    ):
         with pytest.raises(UserError, match="prompt"):
             generate(make(), prompt, max_new_tokens=3)
         for text, start in ((prompt, [3]), ([3], prompt)):
@@ -249,34 +345,53 @@ def test_score_returns_the_logprob_and_rank_of_each_token(settings: dict[str, An
     logprobs = logits[0, 1:].double().log_softmax(-1)
     own = logprobs[range(14), text]
     assert_near(found.logprobs, own.float(), terms=terms_of(model.config))
-    assert found.ranks.tolist() == [int((row > one).sum()) for row, one in zip(logprobs, own, strict=True)]
+    assert found.ranks.tolist() == [
+        int((row > one).sum()) for row, one in zip(logprobs, own, strict=True)
+    ]
     assert found.nats == pytest.approx(-own.sum().item(), rel=1e-5)
     values, ids = logprobs.topk(3)
     assert [[i for i, _ in row] for row in found.top] == ids.tolist()
-    assert_near(torch.tensor([[value for _, value in row] for row in found.top]), values.float(), logits, terms=200)
+    assert_near(
+        torch.tensor([[value for _, value in row] for row in found.top]),
+        values.float(),
+        logits,
+        terms=200,
+    )
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_every_token_of_a_long_text_is_scored_with_at_least_half_a_block_of_context(block_size: int):
+def test_every_token_of_a_long_text_is_scored_with_at_least_half_a_block_of_context(
+    block_size: int,
+):
     model, read = make(block_size=block_size), list[int]()
     terms = terms_of(model.config)
     for n_start, n_text in ((1, 50), (15, 1), (16, 50), (40, 50)):
         ids = torch.randint(23, (n_start + n_text,)).tolist()
-        hook = model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
+        hook = model.register_forward_hook(
+            lambda module, given, logits: read.append(given[0].numel())
+        )
         found = score(model, ids[n_start:], ids[:n_start])
         hook.remove()
         assert len(found.logprobs) == len(found.ranks) == n_text
         assert sum(read) <= 2 * len(ids) + block_size
         assert len(read) <= 2 * len(ids) / block_size + 2
         read.clear()
-        for i, logprob, rank in zip(range(n_start, len(ids)), found.logprobs, found.ranks, strict=True):
+        for i, logprob, rank in zip(
+            range(n_start, len(ids)), found.logprobs, found.ranks, strict=True
+        ):
             contexts = range(min(i, (block_size + 1) // 2), min(i, block_size) + 1)
             rows = [model(torch.tensor([ids[i - n : i]]))[0, -1].log_softmax(-1) for n in contexts]
-            near = [row for row in rows if (row[ids[i]] - logprob).abs() < rounding(row, terms=terms)]
-            assert rank in [(row > row[ids[i]]).sum() for row in near], f"token {i} was not scored after {contexts}"
+            near = [
+                row for row in rows if (row[ids[i]] - logprob).abs() < rounding(row, terms=terms)
+            ]
+            assert rank in [(row > row[ids[i]]).sum() for row in near], (
+                f"token {i} was not scored after {contexts}"
+            )
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3}, {"repetition_penalty": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"top_k": 3}, {"repetition_penalty": 2.0}], ids=str
+)
 def test_a_model_may_exclude_tokens(options: dict[str, Any]):
     model = make()
     first = generate(model, [3], max_new_tokens=1, temperature=0)[0].tokens[0]
@@ -285,14 +400,17 @@ def test_a_model_may_exclude_tokens(options: dict[str, Any]):
     assert first not in generate(model, [3], max_new_tokens=20, **options)[0].tokens
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"temperature": 0, "repetition_penalty": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {}, {"temperature": 0, "repetition_penalty": 2.0}], ids=str
+)
 @pytest.mark.parametrize("kind", [Decoder, FastDecoder, GraphDecoder])
 @pytest.mark.parametrize("n_before", [0, 2])
 def test_nan_logits_raise_an_error_at_their_step(
     n_before: int, kind: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "minigpt.generation.make_decoder", kind if kind is not Decoder else lambda *args: kind(*args[:3])
+        "minigpt.sampling.generation.make_decoder",
+        kind if kind is not Decoder else lambda *args: kind(*args[:3]),
     )
     model = make(position="rope", tie_embeddings=False)
     text = [3, *generate(model, [3], max_new_tokens=3, **options)[0].tokens]
@@ -339,6 +457,10 @@ def ended(sample: Sample, stop: list[str | int]) -> Sample:
     for n in range(1, len(sample.tokens) + 1):
         text = Letters().decode_bytes(sample.tokens[:n])
         if sample.tokens[n - 1] in stop or any(one in text for one in sought):
-            end = min((text.find(one) + len(one) for one in sought if one in text), default=len(text))
-            return Sample(sample.tokens[:n], sample.logprobs[:n], "stop", text[:end].decode(errors="replace"))
+            end = min(
+                (text.find(one) + len(one) for one in sought if one in text), default=len(text)
+            )
+            return Sample(
+                sample.tokens[:n], sample.logprobs[:n], "stop", text[:end].decode(errors="replace")
+            )
     return sample

@@ -33,15 +33,15 @@ from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.tokenizer import ByteTokenizer
-from minigpt.device import training_precision
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
-from minigpt.generation import score
-from minigpt.generation_settings import Sampling
-from minigpt.ops import NORMS
-from minigpt.optim import adamw, muon
+from minigpt.model.ops import NORMS
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
+from minigpt.sampling.generation import score
+from minigpt.sampling.settings import Sampling
+from minigpt.training.optim import adamw, muon
+from minigpt.training.precision import training_precision
 from minigpt.utils.errors import Diverged
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,13 @@ FLOAT32 = "trainer.precision=32-true"
 STEP_10 = "checkpoints/step-10.safetensors"  # with this setting:
 KEEP_STEP_10 = "callbacks.checkpoint.save_top_k=2"
 ADAM: Any = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-MUON: Any = {**ADAM, "adam_lr": 0.01, "momentum": 0.9, "ngram_weight_decay": 0.0, "newton_schulz_steps": 5}
+MUON: Any = {
+    **ADAM,
+    "adam_lr": 0.01,
+    "momentum": 0.9,
+    "ngram_weight_decay": 0.0,
+    "newton_schulz_steps": 5,
+}
 
 Train = Callable[..., Any]
 
@@ -73,8 +79,12 @@ def gpu_model(**settings: Any) -> minigpt.GPT:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fast_gpu", "best_gpu", "nanogpt_gpu"])
-def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(small: list[str], tmp_path: Path, recipe: str) -> None:
-    size = [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]  # on a GPU only the text is small
+def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(
+    small: list[str], tmp_path: Path, recipe: str
+) -> None:
+    size = (
+        [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]
+    )  # on a GPU only the text is small
     given = [*size, *ON_GPU, f"experiment={recipe}", "max_steps=50", "eval_every=25", "log_every=5"]
     summary = minigpt.train([*given, f"hydra.run.dir={tmp_path}/run"])
     found = column(tmp_path / "run", "train_loss")
@@ -88,11 +98,15 @@ def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(small: list[str
 MIXED = "optimizer=muon ema_decay=0.9 model.dropout=0.1 trainer.accumulate_grad_batches=2"
 
 
-COMPILED = "compile=true trainer.deterministic=true"  # compiled sums over equal tokens may have any order
+COMPILED = (
+    "compile=true trainer.deterministic=true"  # compiled sums over equal tokens may have any order
+)
 
 
 @pytest.mark.parametrize("settings", ["", MIXED, COMPILED, FLOAT32])
-def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path, settings: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    train: Train, tmp_path: Path, settings: str
+) -> None:
     given = [*ON_GPU, *settings.split(), "model.block_size=256", KEEP_STEP_10]
     try:
         whole = train(*given, folder=tmp_path / "whole").folder
@@ -100,24 +114,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, tmp_path: Path,
     finally:
         torch.use_deterministic_algorithms(False)
     different = different_leaves(whole / LAST, resumed / LAST)
-    assert [name for name in different if not name.startswith(("['callbacks']", "['minigpt']"))] == []
+    assert [
+        name for name in different if not name.startswith(("['callbacks']", "['minigpt']"))
+    ] == []
     assert column(resumed, "train_loss") == column(whole, "train_loss")[2:]  # of steps 15 and 20
 
 
 def test_a_run_changes_between_cpu_and_gpu(train: Train, tmp_path: Path) -> None:
     devices = {"cpu": ["trainer=cpu", FLOAT32], "gpu": [*ON_GPU, FLOAT32]}
-    started = {name: train(*on, KEEP_STEP_10, folder=tmp_path / name).folder for name, on in devices.items()}
+    started = {
+        name: train(*on, KEEP_STEP_10, folder=tmp_path / name).folder
+        for name, on in devices.items()
+    }
     for first, then in (("cpu", "gpu"), ("gpu", "cpu")):
         resume = f"resume={started[first]}/{STEP_10}"
         resumed = train(*devices[then], resume, folder=tmp_path / f"on {then}").folder
-        assert column(resumed, "val_loss") == pytest.approx(column(started["cpu"], "val_loss")[1:], rel=0.01)
+        assert column(resumed, "val_loss") == pytest.approx(
+            column(started["cpu"], "val_loss")[1:], rel=0.01
+        )
         assert load_checkpoint(resumed)[0].wte.weight.device.type == "cpu"
 
 
 @pytest.mark.slow
 def test_compilation_does_not_change_the_losses(train: Train, tmp_path: Path) -> None:
     eager, compiled = (
-        column(train(*ON_GPU, FLOAT32, f"compile={value}", folder=tmp_path / value).folder, "train_loss")
+        column(
+            train(*ON_GPU, FLOAT32, f"compile={value}", folder=tmp_path / value).folder,
+            "train_loss",
+        )
         for value in ("false", "true")
     )
     assert compiled == pytest.approx(eager, rel=0.01)
@@ -147,11 +171,15 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -
 def test_a_killed_run_recovers_on_the_gpu() -> None:
     command = [sys.executable, "-m", "robustness.faults", "--only", "SIGKILL at", "--trials", "1"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "MINIGPT_FAULTS_TRAINER": KIND}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", check=False, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("settings", ["model.position=learned", "model.position=rope model.ngram=3 model.smear=1"])
+@pytest.mark.parametrize(
+    "settings", ["model.position=learned", "model.position=rope model.ngram=3 model.smear=1"]
+)
 def test_greedy_text_is_that_of_a_cpu(train: Train, settings: str) -> None:
     folder = train(*ON_GPU, *settings.split(), "max_steps=100", "eval_every=100").folder
     expected, found = (
@@ -165,7 +193,10 @@ def test_greedy_text_is_that_of_a_cpu(train: Train, settings: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_64_streams_are_generated_as_one(dtype: torch.dtype) -> None:
-    model, drawn = gpu_model().to(DEVICE, dtype), {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9}
+    model, drawn = (
+        gpu_model().to(DEVICE, dtype),
+        {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9},
+    )
     samples = generate(model, [1, 2], num_samples=64, seed=7, **drawn)
     assert {len(sample.tokens) for sample in samples} == {30}
     assert len({tuple(sample.tokens) for sample in samples}) == 64
@@ -174,7 +205,9 @@ def test_64_streams_are_generated_as_one(dtype: torch.dtype) -> None:
         assert samples[63].tokens == alone.tokens
 
 
-def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(train: Train, call: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(
+    train: Train, call: Any, tmp_path: Path
+) -> None:
     folder = train(*ON_GPU, "callbacks=attention").folder
     assert len(list((folder / "attention").glob("*.png"))) == 2
     commands = {
@@ -185,7 +218,9 @@ def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(train: Train, c
     for script, arguments in commands.items():
         done = call(script, str(folder), *arguments.split())
         assert done.returncode == 0, done.stderr
-    original, exported = (load_checkpoint(path)[0] for path in (folder, tmp_path / "exported.safetensors"))
+    original, exported = (
+        load_checkpoint(path)[0] for path in (folder, tmp_path / "exported.safetensors")
+    )
     assert all(map(torch.equal, original.parameters(), exported.parameters()))
 
 
@@ -209,8 +244,12 @@ def test_an_optimizer_takes_the_steps_of_a_cpu(make: Any, dtype: torch.dtype) ->
         assert (found - expected).norm() <= tolerance * (expected - before.detach()).norm()
 
 
-@pytest.mark.parametrize("tokens_on_device", [batches._MAX_DEVICE_TOKENS, 0], ids=["device", "disk"])
-def test_batches_on_the_gpu_equal_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tokens_on_device: int) -> None:
+@pytest.mark.parametrize(
+    "tokens_on_device", [batches._MAX_DEVICE_TOKENS, 0], ids=["device", "disk"]
+)
+def test_batches_on_the_gpu_equal_those_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tokens_on_device: int
+) -> None:
     monkeypatch.setattr(batches, "_MAX_DEVICE_TOKENS", tokens_on_device)
     tokens: Any = np.random.default_rng(0).integers(0, 60_000, 5000).astype(np.uint16)
     order = WindowOrder(len(tokens), 16, seed=3)
@@ -242,7 +281,14 @@ def test_one_rank_trains_as_one_device(
 
 @pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
 def test_every_architecture_computes_on_the_gpu(changes: dict[str, Any]) -> None:
-    config = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32, **changes}
+    config = {
+        "block_size": 4,
+        "vocab_size": 256,
+        "n_layer": 1,
+        "n_head": 4,
+        "n_embd": 32,
+        **changes,
+    }
     model, ids = gpu_model(**config), torch.arange(12).view(3, 4)
     (loss, maps), (found, their_maps) = (
         (model.to(place)(ids.to(place), ids.to(place)), attention_maps(model, ids[0].to(place)))
@@ -250,24 +296,44 @@ def test_every_architecture_computes_on_the_gpu(changes: dict[str, Any]) -> None
     )
     assert_close(found.cpu(), loss, atol=1e-4, rtol=1e-4)
     assert_close(their_maps, maps, atol=1e-5, rtol=1e-4)
-    filters = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "logprobs": True}
+    filters = {
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "logprobs": True,
+    }
     samples = generate(model, [[1, 2, 3], [4] * 7], max_new_tokens=6, num_samples=2, **filters)
     assert [len(sample.tokens) for sample in samples] == [6] * 4  # beyond block_size
     assert score(model, ids[0], [1], n_top=3).logprobs.device.type == "cpu"
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_residual_stream(half: torch.dtype) -> None:
-    config = {"position": "rope", "norm": "rmsnorm_noscale", "activation": "swiglu", "logit_softcap": 15.0}
-    model, outputs = gpu_model(n_layer=1, n_head=4, n_embd=32, qk_norm=True, **config).to(DEVICE), {}
+def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_residual_stream(
+    half: torch.dtype,
+) -> None:
+    config = {
+        "position": "rope",
+        "norm": "rmsnorm_noscale",
+        "activation": "swiglu",
+        "logit_softcap": 15.0,
+    }
+    model, outputs = (
+        gpu_model(n_layer=1, n_head=4, n_embd=32, qk_norm=True, **config).to(DEVICE),
+        {},
+    )
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda module, args, y, name=name: outputs.update({name: y.dtype}))
+        module.register_forward_hook(
+            lambda module, args, y, name=name: outputs.update({name: y.dtype})
+        )
     ids = torch.zeros(3, 4, dtype=torch.long, device=DEVICE)
     with torch.autocast(DEVICE.type, half):
         assert model(ids, ids).dtype == torch.float32
     reduced = {"lm_head"}
     reduced |= {
-        f"blocks.0.{name}" for name in ("attention", "attention.qkv", "attention.out", "mlp", "mlp.up", "mlp.down")
+        f"blocks.0.{name}"
+        for name in ("attention", "attention.qkv", "attention.out", "mlp", "mlp.up", "mlp.down")
     }
     if KIND == "gpu" and half == torch.bfloat16:
         reduced |= {"final_norm", "blocks.0", "blocks.0.norm_1", "blocks.0.norm_2"}
@@ -275,7 +341,9 @@ def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_resid
 
 
 def test_autocast_does_not_round_the_weights_of_norms() -> None:
-    x = Tensor([1, -1] * 4).to(DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32)  # as the residual stream
+    x = Tensor([1, -1] * 4).to(
+        DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32
+    )  # as the residual stream
     weight = torch.full((8,), 1 + 2**-9, device=DEVICE)  # in bfloat16: 1
     with torch.autocast(DEVICE.type, torch.bfloat16):
         for norm in NORMS.values():
@@ -296,14 +364,19 @@ def test_models_generate_at_once_as_one_after_another() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_gpu_that_is_not_the_current_one_generates_the_same_text() -> None:
     model, options = gpu_model(), {"max_new_tokens": 30, "temperature": 0}
-    first, second = (generate(model.to(place), [1, 2], **options)[0].tokens for place in ("cuda:0", "cuda:1"))
+    first, second = (
+        generate(model.to(place), [1, 2], **options)[0].tokens for place in ("cuda:0", "cuda:1")
+    )
     assert first == second
 
 
 def test_the_server_draws_on_the_gpu() -> None:
     async def serve(*settings: Sampling) -> list[Token]:
         requests = [SampleRequest([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
-        return [token async for token in Engine(gpu_model().to(DEVICE), ByteTokenizer()).generate(*requests)]
+        return [
+            token
+            async for token in Engine(gpu_model().to(DEVICE), ByteTokenizer()).generate(*requests)
+        ]
 
     settings = [Sampling(temperature=0), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]
     assert len(asyncio.run(serve(*settings))) == 3 * 4

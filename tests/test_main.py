@@ -14,7 +14,9 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency():
     program = "import sys; from minigpt.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", program, "--help"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
-    assert not {"hydra", "matplotlib", "numpy", "omegaconf", "torch", "wandb"} & set(listed.stderr.split())
+    assert not {"hydra", "matplotlib", "numpy", "omegaconf", "torch", "wandb"} & set(
+        listed.stderr.split()
+    )
     usage, _, *lines = listed.stdout.splitlines()
     assert usage.startswith("usage: minigpt COMMAND")
     names = {file.stem.replace("_", "-") for file in (ROOT / "scripts").glob("[!_]*.py")}
@@ -23,11 +25,15 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency():
 
 def test_minigpt_prints_its_version():
     command = [sys.executable, "-m", "minigpt", "--version"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
+    printed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+    ).stdout
     assert printed == f"minigpt {version('minigpt')}\n"
 
 
-def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch):
+def test_every_message_names_a_command_of_the_clone_or_of_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+):
     assert scripts.usage("sweep_report") == "python scripts/sweep_report.py"
     monkeypatch.setattr(scripts, "INSTALLED", True)
     assert scripts.usage("sweep_report") == "minigpt sweep-report"

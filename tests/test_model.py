@@ -16,14 +16,22 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from minigpt import attention, generate
-from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
+from minigpt import generate
 from minigpt.extras.interpret.heads import attention_maps, without_head
-from minigpt.fast_decoder import FastDecoder
-from minigpt.model_changes import evaluation, find_change
-from minigpt.ops import ACTIVATIONS, NORMS
+from minigpt.model import attention
+from minigpt.model.changes import find_change
+from minigpt.model.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
+from minigpt.model.evaluation import evaluation
+from minigpt.model.ops import ACTIVATIONS, NORMS
+from minigpt.sampling.fast.fast_decoder import FastDecoder
 
-LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
+LLAMA = {
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "tie_embeddings": False,
+}
 THEIRS = {
     **{"attention.qkv.": "self_attn.in_proj_", "attention.out": "self_attn.out_proj"},
     **{"mlp.up": "linear1", "mlp.down": "linear2", "norm_1": "norm1", "norm_2": "norm2"},
@@ -40,7 +48,9 @@ def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str):
         weights = block.state_dict()
         for name, their_name in THEIRS.items():
             weights = {key.replace(name, their_name): weight for key, weight in weights.items()}
-        layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, "gelu", batch_first=True, norm_first=pre).eval()
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 64, 0.0, "gelu", batch_first=True, norm_first=pre
+        ).eval()
         layer.load_state_dict(weights)
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(16), is_causal=True)
     if pre:
@@ -49,18 +59,27 @@ def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str):
 
 
 def test_the_presets_of_gpt2_have_the_published_sizes():
-    sizes = {"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200}
+    sizes = {
+        "gpt2": 124_439_808,
+        "gpt2_medium": 354_823_168,
+        "gpt2_large": 774_030_080,
+        "gpt2_xl": 1_557_611_200,
+    }
     presets = {name: composed(f"model={name}", "model.vocab_size=50257").model for name in sizes}
     assert {name: GPTConfig(**preset).num_params() for name, preset in presets.items()} == sizes
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_a_model_has_the_parameters_that_its_config_counts_and_all_tensors_on_its_device(settings: dict[str, Any]):
+def test_a_model_has_the_parameters_that_its_config_counts_and_all_tensors_on_its_device(
+    settings: dict[str, Any],
+):
     model = make_model(std=None, **{"n_layer": 3, "dropout": 0.1, **settings}).train()
     learned = model.wpe.weight.numel() if model.config.position == "learned" else 0
     assert model.config.num_params() == model.num_params()
     assert model.config.num_params(positions=False) == model.num_params() - learned
-    tokens = torch.zeros(2, model.config.block_size, dtype=torch.long, device="meta")  # which stands for a GPU
+    tokens = torch.zeros(
+        2, model.config.block_size, dtype=torch.long, device="meta"
+    )  # which stands for a GPU
     loss = model.to("meta")(tokens, tokens)
     loss.backward()
     assert loss.device.type == "meta"
@@ -78,9 +97,13 @@ def test_repeated_layers_are_those_of_a_model_with_copies_of_their_weights():
     gradients = [copies.blocks[i].mlp.up.weight.grad for i in (1, 3, 5)]
     assert_close(shared.blocks[1].mlp.up.weight.grad, sum(gradients))
     for layers in (slice(None), slice(3, 4)):
-        assert_close(attention_maps(shared, tokens[0], layers), attention_maps(copies, tokens[0], layers))
+        assert_close(
+            attention_maps(shared, tokens[0], layers), attention_maps(copies, tokens[0], layers)
+        )
     assert_close(without_head(shared, 3, 1)(tokens), without_head(copies, 3, 1)(tokens))
-    assert generate(shared, [1, 2], max_new_tokens=40) == generate(copies, [1, 2], max_new_tokens=40)
+    assert generate(shared, [1, 2], max_new_tokens=40) == generate(
+        copies, [1, 2], max_new_tokens=40
+    )
 
 
 def test_tied_embeddings_are_one_matrix_with_the_sum_of_both_gradients():
@@ -90,7 +113,9 @@ def test_tied_embeddings_are_one_matrix_with_the_sum_of_both_gradients():
     tokens, targets = torch.randint(23, (2, 3, 16))
     for model in (tied, untied):
         model(tokens, targets).backward()
-    assert_near(tied.wte.weight.grad, untied.wte.weight.grad + untied.lm_head.weight.grad, terms=3 * 16)
+    assert_near(
+        tied.wte.weight.grad, untied.wte.weight.grad + untied.lm_head.weight.grad, terms=3 * 16
+    )
 
 
 def test_weights_are_initialized_as_gpt2s():
@@ -118,7 +143,9 @@ SETTINGS = """
 
 
 def test_every_setting_changes_the_model():
-    assert {given.rpartition(",")[2].partition("=")[0] for given in SETTINGS} == {*GPTConfig.__dataclass_fields__}
+    assert {given.rpartition(",")[2].partition("=")[0] for given in SETTINGS} == {
+        *GPTConfig.__dataclass_fields__
+    }
     for given in SETTINGS:
         values = given.split(",")
         found = []
@@ -165,7 +192,10 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
 
 
 def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_the_norm_of_the_input():
-    model, tokens = make_model(smear=2, embed_norm=True, position="none"), torch.randint(23, (1, 16))
+    model, tokens = (
+        make_model(smear=2, embed_norm=True, position="none"),
+        torch.randint(23, (1, 16)),
+    )
     x, (second, first) = model.wte(tokens), model.smear  # the last is for the previous token
     x = x + first * F.pad(x, (0, 0, 1, -1)) + second * F.pad(x, (0, 0, 2, -2))
     assert_close(model.embed(tokens, slice(16), None), F.rms_norm(x, (16,), eps=1e-5))
@@ -173,9 +203,14 @@ def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_t
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_loss_is_computed_in_float32_or_more(dtype: torch.dtype):
-    model, ids = make_model().to(dtype), torch.randint(23, (1300, 16))  # a sum above the largest float16
+    model, ids = (
+        make_model().to(dtype),
+        torch.randint(23, (1300, 16)),
+    )  # a sum above the largest float16
     with torch.no_grad():
-        expected = F.cross_entropy(model(ids).flatten(0, 1).double(), ids.flatten(), reduction="sum")
+        expected = F.cross_entropy(
+            model(ids).flatten(0, 1).double(), ids.flatten(), reduction="sum"
+        )
         loss = model(ids, ids, reduction="sum")
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -203,7 +238,9 @@ CAPTURED = {
 @pytest.mark.parametrize("name", CAPTURED)
 def test_an_exported_or_traced_model_computes_texts_of_every_length(name: str, how: str):
     dtype, settings = CAPTURED[name]
-    model = make_model(**{**settings, "block_size": 300, "n_layer": 1}).to(dtype)  # more than the formula attends to
+    model = make_model(**{**settings, "block_size": 300, "n_layer": 1}).to(
+        dtype
+    )  # more than the formula attends to
     example = torch.randint(23, (2, 10))
     if how == "export":
         sizes = {0: torch.export.Dim("B", min=1, max=9), 1: torch.export.Dim("T", min=1, max=300)}
@@ -304,12 +341,22 @@ def test_dropout_of_ngrams_drops_whole_embeddings():
     assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.03)
 
 
-@pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}, {"n_layer": 6, "layer_repeats": 3}])
-def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}, {"n_layer": 6, "layer_repeats": 3}]
+)
+def test_flops_per_token_equal_those_of_a_training_step(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
     # Every matrix product in sight of the counter.
-    monkeypatch.setattr(attention, "attend", lambda *args, **options: attention.attend_explicit(*args, **options)[0])
-    model = make_model(std=None, **{"n_head": 4, "n_embd": 128, "vocab_size": 512, "block_size": 64, **settings})
+    monkeypatch.setattr(
+        attention, "attend", lambda *args, **options: attention.attend_explicit(*args, **options)[0]
+    )
+    model = make_model(
+        std=None, **{"n_head": 4, "n_embd": 128, "vocab_size": 512, "block_size": 64, **settings}
+    )
     tokens, targets = torch.randint(23, (2, 3, 64))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets).backward()
-    assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.config.flops_per_token(), rel=0.01)
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(
+        model.config.flops_per_token(), rel=0.01
+    )

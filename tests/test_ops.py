@@ -12,13 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
-from minigpt.generation import generate
-from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, relu_squared, rms_norm
+from minigpt.model.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
+from minigpt.model.ops import ACTIVATIONS, NORMS, apply_dropout, relu_squared, rms_norm
+from minigpt.sampling.generation import generate
 from minigpt.utils.errors import UserError
 
 
-def assert_same(function: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor) -> None:
+def assert_same(
+    function: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor
+) -> None:
     """Compare results, and the gradients of a random weighting of them by every input."""
     found = []
     for one in (function, reference):
@@ -34,7 +36,9 @@ def assert_same(function: Callable[..., Tensor], reference: Callable[..., Tensor
 def test_rms_norm_equals_torchs(scale: float):
     x, weight, bias = scale * torch.randn(2, 4, 9, 8), torch.randn(8), torch.randn(8)
     for given in ([x], [x.transpose(0, -2), weight], [x, weight, bias]):
-        assert_same(rms_norm, lambda x, w=None, b=0.0: F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b, *given)
+        assert_same(
+            rms_norm, lambda x, w=None, b=0.0: F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b, *given
+        )
 
 
 def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_the_type_of_their_input():
@@ -42,8 +46,13 @@ def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_
     try:
         torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a GPU
         with FakeTensorMode():  # types and shapes alone, on any device
-            x, weight = torch.empty(2, 8, device="cuda", dtype=torch.bfloat16), torch.empty(8, device="cuda")
-            found = {(name, w is None): NORMS[name](x, w).dtype for name in NORMS for w in (None, weight)}
+            x, weight = (
+                torch.empty(2, 8, device="cuda", dtype=torch.bfloat16),
+                torch.empty(8, device="cuda"),
+            )
+            found = {
+                (name, w is None): NORMS[name](x, w).dtype for name in NORMS for w in (None, weight)
+            }
     finally:
         torch.set_autocast_enabled("cuda", before)
     reduced = {key for key, dtype in found.items() if dtype == torch.bfloat16}
@@ -51,8 +60,12 @@ def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_
     assert set(found.values()) == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_the_weights_of_a_norm_may_have_another_type_than_its_input(dtypes: tuple[torch.dtype, torch.dtype]):
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_weights_of_a_norm_may_have_another_type_than_its_input(
+    dtypes: tuple[torch.dtype, torch.dtype],
+):
     x, weight = torch.randn(2, 4, 8).to(dtypes[0]), torch.randn(8).to(dtypes[1])
     for norm in NORMS.values():
         assert torch.equal(norm(x, weight), norm(x, weight.to(x.dtype)))
@@ -99,7 +112,9 @@ def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_reverse_mode():
-    model = make_model(std=None, norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, smear=1)
+    model = make_model(
+        std=None, norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, smear=1
+    )
     weights, ids = dict(model.named_parameters()), torch.randint(23, (3, 9))
 
     def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:  # (9,)
@@ -109,10 +124,16 @@ def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_
     for i in range(3):
         gradients = torch.autograd.grad(loss(weights, ids[i]), [*weights.values()])
         assert_close([*gradients], [gradient[i] for gradient in per_sample.values()])
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the fused kernel has neither
+    with torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.MATH
+    ):  # the fused kernel has neither
         vectors = {name: torch.randn_like(weight) for name, weight in weights.items()}
-        forward = torch.func.jvp(torch.func.grad(lambda weights: loss(weights, ids[0])), (weights,), (vectors,))[1]
-        gradients = torch.autograd.grad(loss(weights, ids[0]), [*weights.values()], create_graph=True)
+        forward = torch.func.jvp(
+            torch.func.grad(lambda weights: loss(weights, ids[0])), (weights,), (vectors,)
+        )[1]
+        gradients = torch.autograd.grad(
+            loss(weights, ids[0]), [*weights.values()], create_graph=True
+        )
         products = torch.autograd.grad(gradients, [*weights.values()], [*vectors.values()])
     assert_close([*products], [*forward.values()], rtol=1e-4, atol=1e-4)
 
@@ -134,7 +155,12 @@ def mean_abs_norm(x, weight, bias, eps) -> Tensor:
     ],
 )
 def test_a_function_and_its_size_add_an_activation_or_a_norm_to_the_model_and_to_cached_sampling(
-    setting: str, functions: Any, function: Any, sizes: Any, size: Any, monkeypatch: pytest.MonkeyPatch
+    setting: str,
+    functions: Any,
+    function: Any,
+    sizes: Any,
+    size: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(UserError, match=f"model.{setting} must be one of"):
         GPTConfig(**{setting: "new"})

@@ -9,12 +9,14 @@ import torch
 from models import make_model
 from torch.testing import assert_close
 
-from minigpt.optim import adamw
-from minigpt.schedules import constant, cosine, linear
+from minigpt.training.optim import adamw
+from minigpt.training.schedules import constant, cosine, linear
 
 
 def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weights():
-    ours = make_model(smear=2).double()  # the gradient of key biases is rounding error, and Adam would enlarge it
+    ours = make_model(
+        smear=2
+    ).double()  # the gradient of key biases is rounding error, and Adam would enlarge it
     ours.blocks[0].requires_grad_(False)
     theirs = copy.deepcopy(ours)
     groups = {0.3: [], 0.0: []}
@@ -34,14 +36,19 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weig
 
 
 def test_adamw_takes_a_decay_rate_of_0():
-    assert adamw(make_model(), lr=0.01, betas=[0, 0.99], weight_decay=0.0).defaults["betas"] == (0.0, 0.99)
+    assert adamw(make_model(), lr=0.01, betas=[0, 0.99], weight_decay=0.0).defaults["betas"] == (
+        0.0,
+        0.99,
+    )
 
 
 @pytest.mark.parametrize(
     ("max_steps", "warmup_steps", "final"),
     [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (5, 100, 0.1)],
 )
-def test_schedules_rise_in_a_line_and_fall_as_nanogpts_or_in_a_line(max_steps: int, warmup_steps: int, final: float):
+def test_schedules_rise_in_a_line_and_fall_as_nanogpts_or_in_a_line(
+    max_steps: int, warmup_steps: int, final: float
+):
     lengths = {"max_steps": max_steps, "warmup_steps": warmup_steps}
     for step in range(max_steps + 5 if warmup_steps < max_steps else max_steps):
         found = [schedule(step, **lengths, final_lr_frac=final) for schedule in (cosine, linear)]

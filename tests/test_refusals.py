@@ -68,7 +68,9 @@ REFUSED = {
     "train.py +trainer.num_nodes=2": "trainer.num_nodes must be 1, got 2; start ranks on several hosts",
     "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
     **(
-        {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
+        {}
+        if torch.cuda.is_available()
+        else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
     ),
     # train.py: resume, init_from, plans
     "train.py hydra.run.dir=RUN": "already holds a run; resume it with resume=auto, choose another folder",
@@ -78,7 +80,7 @@ REFUSED = {
     "train.py resume=RUN max_steps=30 model.n_embd=64": "in model.n_embd (32 in the checkpoint, 64 now)",
     "train.py resume=RUN max_steps=30 tokenizer=byte": "the tokenizer (char ",
     "train.py resume=RUN max_steps=30 tokenizer=byte data.path=RUN/summary.json": "the corpus (",
-    "train.py resume=RUN max_steps=30 optimizer=muon": "optimizer._target_ (minigpt.optim.adamw in the checkpoint, ",
+    "train.py resume=RUN max_steps=30 optimizer=muon": "optimizer._target_ (minigpt.training.optim.adamw in the checkpoint, ",
     "train.py resume=RUN max_steps=30 data.batch_size=4": "data.batch_size (8 in the checkpoint, 4 now)",
     "train.py resume=RUN max_steps=30 trainer.accumulate_grad_batches=2": "accumulate_grad_batches (1 in the checkp",
     "train.py resume=RUN max_steps=30 data.val_fraction=0.2": "data.val_fraction (0.1 in the checkpoint, 0.2 now)",
@@ -214,13 +216,21 @@ def test_a_number_of_a_rank_in_the_environment_that_is_none_is_one_line(name, ca
         monkeypatch.setenv(other, value)
     for value in ("", "two"):
         monkeypatch.setenv(name, value)
-        expected = f"error: {name} must be an integer ≥ 0, got {value}; unset this environment variable"
+        expected = (
+            f"error: {name} must be an integer ≥ 0, got {value}; unset this environment variable"
+        )
         assert one_line(call("train.py")) == expected
 
 
 @pytest.mark.parametrize(
     "command",
-    ["train.py max_steps=0", "prepare.py data=x", "sample.py x --top-k 0", "sweep_report.py x", "serve.py --port -1"],
+    [
+        "train.py max_steps=0",
+        "prepare.py data=x",
+        "sample.py x --top-k 0",
+        "sweep_report.py x",
+        "serve.py --port -1",
+    ],
 )
 def test_errors_are_printed_whatever_the_environment_has_of_ranks(command, call, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"):
@@ -231,8 +241,13 @@ def test_errors_are_printed_whatever_the_environment_has_of_ranks(command, call,
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, trained, text, tmp_path):
-    given, names = command, {"TOKENS": "RUN/../data/tokens/*", "RUN": str(trained()), "TEXT": str(text)}
+def test_bad_input_is_one_line_and_leaves_nothing(
+    command, odd_files, call, trained, text, tmp_path
+):
+    given, names = (
+        command,
+        {"TOKENS": "RUN/../data/tokens/*", "RUN": str(trained()), "TEXT": str(text)},
+    )
     for name, path in names.items():
         given = given.replace(name, path)
     script, *arguments = shlex.split(given)

@@ -20,11 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.data.readers import read_texts
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, encode_prompt
-from minigpt.device import find_device
-from minigpt.generation import generate, score
+from minigpt.data.tokenizer import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    encode_prompt,
+)
 from minigpt.runs.callbacks.samples import sample_text
-from minigpt.sample_cli import read_prompt
+from minigpt.sampling.generation import generate, score
+from minigpt.sampling.sample_cli import read_prompt
+from minigpt.training.precision import find_device
 
 SCRIPT = SCRIPTS / "sample.py"
 BLOCK_SIZE = 32
@@ -35,8 +41,17 @@ TEXT = "a fox, a café.\n"
 def chain(tokenizer, ids, again=0):
     """A model that predicts the next of these ids after each, and after the last that with index `again`."""
     size = tokenizer.vocab_size
-    shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
-    model = make_model(std=0, block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape)
+    shape = {
+        "n_layer": 1,
+        "n_head": 1,
+        "head_dim": 2,
+        "n_inner": 1,
+        "n_embd": size,
+        "tie_embeddings": False,
+    }
+    model = make_model(
+        std=0, block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape
+    )
     with torch.no_grad():
         model.wte.weight.copy_(torch.eye(size))
         model.lm_head.weight[[*ids[1:], ids[again]], [*ids]] = 5.0
@@ -51,7 +66,9 @@ def saves(tmp_path_factory):
     texts = ["the quick brown fox jumps over the lazy dog. " * 20, "wem gehört der café? " * 20]
     bpe, separated = BPETokenizer.train(texts, 280), BPETokenizer.train(texts, 280)
     separated.separated = True
-    odd = BPETokenizer("bpe", [bytes([i]) for i in range(256)] + [b"cde", b"x\xc3"], {SEPARATOR: 258})
+    odd = BPETokenizer(
+        "bpe", [bytes([i]) for i in range(256)] + [b"cde", b"x\xc3"], {SEPARATOR: 258}
+    )
     drawn = {"std": 0.3, "block_size": BLOCK_SIZE, "n_embd": 32, "tie_embeddings": False}
     models = {
         "char": (make_model(vocab_size=char.vocab_size, **drawn), char),
@@ -59,7 +76,10 @@ def saves(tmp_path_factory):
         "padded": (make_model(vocab_size=512, **drawn), char),
         "multibyte": (chain(byte, [10, *WHOLE.encode()], again=1), byte),
         "letters": (chain(char, char.encode("\nabcdefghijklmnopqrstuvwxyz")), char),
-        "separated": (chain(separated, [*separated.encode("abc"), *separated.separator]), separated),
+        "separated": (
+            chain(separated, [*separated.encode("abc"), *separated.separator]),
+            separated,
+        ),
         "odd": (chain(odd, [ord("a"), 256, ord("b"), 257]), odd),
     }
     for name, both in models.items():
@@ -92,7 +112,15 @@ def samples(result):
 
 def test_text_is_streamed_in_complete_characters(saves, tmp_path):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", saves["multibyte"], "--max-new-tokens", "10000000"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        saves["multibyte"],
+        "--max-new-tokens",
+        "10000000",
+    ]
     with open(tmp_path / "stderr", "wb") as stderr:
         process = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=stderr)
     text = b""
@@ -120,7 +148,9 @@ def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(sampl
     assert all(character.isprintable() or character == "\n" for character in result.stderr)
 
 
-def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(saves, sample, tmp_path):
+def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(
+    saves, sample, tmp_path
+):
     prompt = "a café, the quick brown fox\njumps over a dog at noon"
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
     typed = sample(saves["char"], "--prompt", prompt)
@@ -130,7 +160,10 @@ def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(sa
     end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
     assert typed.stderr.splitlines()[1] == "the prompt has 52 tokens; only the last 32 are read"
     assert typed.stdout == prompt[:-BLOCK_SIZE] + end.stdout
-    assert f"no prompt: starting from '{SEPARATOR}'" in sample(saves["separated"], "--prompt-file", "-").stderr
+    assert (
+        f"no prompt: starting from '{SEPARATOR}'"
+        in sample(saves["separated"], "--prompt-file", "-").stderr
+    )
 
 
 def test_an_unreadable_text_is_one_error_line(saves, sample):
@@ -139,7 +172,11 @@ def test_an_unreadable_text_is_one_error_line(saves, sample):
         for file, stdin, problem in (
             ("none.txt", b"", "does not exist"),
             ("-", "café".encode("latin-1"), "is not UTF-8 text: bad byte at offset 3"),
-            ("other.jsonl", b"", "no text in field text; the fields with text are story; set data.field="),
+            (
+                "other.jsonl",
+                b"",
+                "no text in field text; the fields with text are story; set data.field=",
+            ),
             ("-", b"a Zebra", "the tokenizer has no id for 'Z'"),
         ):
             assert problem in error(sample(saves["char"], option, file, stdin=stdin))
@@ -149,7 +186,11 @@ def test_an_unreadable_text_is_one_error_line(saves, sample):
 def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sample):
     flags = [saves["letters"], "--temperature", 0]  # after z comes a line break
     (one,) = samples(sample(*flags, "--prompt", r"\nab", "--stop", r"\n", "--json"))
-    assert (one["prompt"], one["text"], one["reason"]) == ("\nab", "cdefghijklmnopqrstuvwxyz\n", "stop")
+    assert (one["prompt"], one["text"], one["reason"]) == (
+        "\nab",
+        "cdefghijklmnopqrstuvwxyz\n",
+        "stop",
+    )
     flags = [saves["bpe"], "--json", "--max-new-tokens", 1]
     typed = sample(*flags, "--prompt", "a\\tb\\\\n\\é\udcff")
     assert samples(typed)[0]["prompt"] == "a\tb\\n\\é\ufffd"  # of half a character
@@ -158,13 +199,29 @@ def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sam
 
 
 @pytest.mark.parametrize("name", ["char", "bpe"])
-def test_samples_are_those_of_generate_with_the_same_settings_and_json_has_one_line_for_each(name, saves, sample):
+def test_samples_are_those_of_generate_with_the_same_settings_and_json_has_one_line_for_each(
+    name, saves, sample
+):
     flags = "--num-samples 2 --seed 3 --max-new-tokens 25 --temperature 1.5 --top-k 20 --top-p 0.9 --min-p 0.01"
     given = [saves[name], "--prompt", "a fox", *flags.split(), "--repetition-penalty", "1.1"]
     found, text = samples(sample(*given, "--json")), ""
     model, tokenizer = load_checkpoint(saves[name])
-    settings = {"num_samples": 2, "seed": 3, "max_new_tokens": 25, "temperature": 1.5, "top_k": 20, "top_p": 0.9}
-    expected = generate(model, tokenizer.encode("a fox"), min_p=0.01, repetition_penalty=1.1, logprobs=True, **settings)
+    settings = {
+        "num_samples": 2,
+        "seed": 3,
+        "max_new_tokens": 25,
+        "temperature": 1.5,
+        "top_k": 20,
+        "top_p": 0.9,
+    }
+    expected = generate(
+        model,
+        tokenizer.encode("a fox"),
+        min_p=0.01,
+        repetition_penalty=1.1,
+        logprobs=True,
+        **settings,
+    )
     for i, (one, other) in enumerate(zip(found, expected, strict=True), 1):
         assert set(one) == {"prompt", "text", "tokens", "logprobs", "reason", "tokens_per_second"}
         assert (one["prompt"], one["reason"], one["tokens"]) == ("a fox", "length", other.tokens)
@@ -172,8 +229,17 @@ def test_samples_are_those_of_generate_with_the_same_settings_and_json_has_one_l
         assert one["logprobs"] == pytest.approx(other.logprobs)
         assert one["tokens_per_second"] > 0
         text += f"── sample {i} ──\na fox{one['text']}\n"
-    for setting in ("--temperature=1", "--top-k=2", "--top-p=0.5", "--min-p=0.3", "--repetition-penalty=9", "--seed=4"):
-        assert samples(sample(*given, "--json", setting))[0]["tokens"] != expected[0].tokens, setting
+    for setting in (
+        "--temperature=1",
+        "--top-k=2",
+        "--top-p=0.5",
+        "--min-p=0.3",
+        "--repetition-penalty=9",
+        "--seed=4",
+    ):
+        assert samples(sample(*given, "--json", setting))[0]["tokens"] != expected[0].tokens, (
+            setting
+        )
     printed = sample(*given)
     assert printed.stdout == text
     assert printed.stderr.startswith(f"sampling from {saves[name]} on cpu\n50 tokens in ")
@@ -184,7 +250,9 @@ def test_the_sample_of_a_validation_is_that_of_its_settings(trained, sample):
     run = trained(*(f"callbacks.samples.{name}={value}" for name, value in settings.items()))
     flags = ["--prompt", r"1:\n", "--max-new-tokens", 30, "--top-k", 5, "--seed", 3]
     drawn = sample(run / "checkpoints/last.safetensors", *flags).stdout
-    title, text = re.findall(r"── (.*) ──\n([^─]*)", (run / "samples.txt").read_text(encoding="utf-8"))[-1]
+    title, text = re.findall(
+        r"── (.*) ──\n([^─]*)", (run / "samples.txt").read_text(encoding="utf-8")
+    )[-1]
     assert title.startswith("step 20, validation loss ")
     assert text == f"{drawn.strip()}\n\n"
 
@@ -206,21 +274,54 @@ def test_neither_the_script_nor_a_training_draws_ids_without_a_token(saves, samp
 def test_smaller_weights_give_text_and_nearly_the_score_of_float32(saves, sample):
     nats = {}
     for dtype in ("float32", "bfloat16", "float16"):
-        (one,) = samples(sample(saves["letters"], "--dtype", dtype, "--prompt", "ab", "--max-new-tokens", 4, "--json"))
+        (one,) = samples(
+            sample(
+                saves["letters"],
+                "--dtype",
+                dtype,
+                "--prompt",
+                "ab",
+                "--max-new-tokens",
+                4,
+                "--json",
+            )
+        )
         assert one["text"] == "cdef"
-        scored = sample(saves["char"], "--score", "-", "--json", "--dtype", dtype, stdin=b"the quick brown fox" * 5)
+        scored = sample(
+            saves["char"],
+            "--score",
+            "-",
+            "--json",
+            "--dtype",
+            dtype,
+            stdin=b"the quick brown fox" * 5,
+        )
         nats[dtype] = samples(scored)[0]["nats_per_token"]
     assert len(set(nats.values())) == 3
     assert list(nats.values()) == pytest.approx([nats["float32"]] * 3, rel=0.05)
 
 
 def test_output_ends_after_a_stop_string_within_a_token_or_over_several(saves, sample):
-    over_several = ("a", "ebx", "cdebx", [256, ord("b"), 257])  # 257 is x and the first byte of a character
-    for prompt, stop, text, tokens in (("a", "d", "cd", [256]), ("b", "x", "x", [257]), over_several):
+    over_several = (
+        "a",
+        "ebx",
+        "cdebx",
+        [256, ord("b"), 257],
+    )  # 257 is x and the first byte of a character
+    for prompt, stop, text, tokens in (
+        ("a", "d", "cd", [256]),
+        ("b", "x", "x", [257]),
+        over_several,
+    ):
         flags = [saves["odd"], "--prompt", prompt, "--stop", stop]
         assert sample(*flags).stdout == f"{prompt}{text}\n"
         (one,) = samples(sample(*flags, "--json"))
-        assert (one["text"], one["reason"], one["tokens"], len(one["logprobs"])) == (text, "stop", tokens, len(tokens))
+        assert (one["text"], one["reason"], one["tokens"], len(one["logprobs"])) == (
+            text,
+            "stop",
+            tokens,
+            len(tokens),
+        )
     assert sample(saves["multibyte"], "--max-new-tokens", 4).stdout == "é\ufffd\n"
 
 
@@ -229,13 +330,19 @@ def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sampl
     flags = ["--json", "--temperature", 0, "--max-new-tokens", 9]
     for prompt, text in (("a", "bc"), (SEPARATOR, "abc"), (f"b{SEPARATOR}", "abc")):
         (one,) = samples(sample(saves["separated"], "--prompt", prompt, *flags))
-        assert (one["text"], one["reason"], one["tokens"][-1]) == (text, "stop", int(tokenizer.separator[0]))
+        assert (one["text"], one["reason"], one["tokens"][-1]) == (
+            text,
+            "stop",
+            int(tokenizer.separator[0]),
+        )
     tokenizer.separated = False  # the corpus has none
     save_checkpoint(model, tokenizer, Path("plain.safetensors"))
     (one,) = samples(sample("plain.safetensors", "--prompt", "a", "--stop", SEPARATOR, *flags))
     assert (one["text"], one["reason"]) == ("bc", "stop")
     for name, stop in (("plain.safetensors", f"b{SEPARATOR}"), (saves["char"], "END")):
-        assert "--stop must be a text that the tokenizer can produce, got " in error(sample(name, "--stop", stop))
+        assert "--stop must be a text that the tokenizer can produce, got " in error(
+            sample(name, "--stop", stop)
+        )
     plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", *flags)
     assert f"{SEPARATOR} in the prompt is encoded as ordinary text" in plain.stderr
 
@@ -246,14 +353,25 @@ def test_a_score_is_the_log_likelihood_of_the_text_also_in_a_table(name, saves, 
     model, tokenizer = load_checkpoint(saves[name])
     ids = tokenizer.encode(TEXT).tolist()
     rated = score(model, ids, tokenizer.start.tolist())
-    values = {"tokens": len(ids), "bytes": 16, "nats": rated.nats, "nats_per_token": rated.nats / len(ids)}
+    values = {
+        "tokens": len(ids),
+        "bytes": 16,
+        "nats": rated.nats,
+        "nats_per_token": rated.nats / len(ids),
+    }
     values["bits_per_byte"] = rated.nats / math.log(2) / 16
-    assert found == values | {"token_ids": ids, "logprobs": rated.logprobs.tolist(), "ranks": rated.ranks.tolist()}
+    assert found == values | {
+        "token_ids": ids,
+        "logprobs": rated.logprobs.tolist(),
+        "ranks": rated.ranks.tolist(),
+    }
     result = sample(saves[name], "--score", "-", stdin=TEXT.encode())
     output = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
     for key, value in values.items():
         assert float(output[key.replace("_", " ")]) == pytest.approx(value, abs=1e-4)
-    assert output["top-1 accuracy"].startswith(f"{rated.ranks.tolist().count(0)} of {len(ids)} tokens ")
+    assert output["top-1 accuracy"].startswith(
+        f"{rated.ranks.tolist().count(0)} of {len(ids)} tokens "
+    )
 
 
 @pytest.mark.parametrize("name", ["char", "bpe"])
@@ -267,7 +385,9 @@ def test_a_score_is_of_the_text_after_the_prompt(name, saves, sample):
         result = sample(saves[name], "--score", "-", "--json", flag, value, stdin=TEXT.encode())
         (found,) = samples(result)
         with torch.no_grad():  # the texts are shorter than the block
-            logprobs = model(torch.tensor([[*before, *ids]]))[0].log_softmax(-1)[len(before) - 1 : -1]
+            logprobs = model(torch.tensor([[*before, *ids]]))[0].log_softmax(-1)[
+                len(before) - 1 : -1
+            ]
         expected = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
         assert found["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
         assert (found["tokens"], found["bytes"]) == (len(ids), 16)
@@ -278,14 +398,22 @@ def test_a_score_is_of_the_text_after_the_prompt(name, saves, sample):
 def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_path):
     (tmp_path / "texts/deep").mkdir(parents=True)
     (tmp_path / "texts/a.md").write_bytes(codecs.BOM_UTF8 + TEXT.encode())
-    (tmp_path / "texts/deep/b.jsonl").write_text(rows([TEXT, "", "the lazy dog", "a fox"]), encoding="utf-8")
+    (tmp_path / "texts/deep/b.jsonl").write_text(
+        rows([TEXT, "", "the lazy dog", "a fox"]), encoding="utf-8"
+    )
     _, tokenizer = load_checkpoint(saves["separated"])
     for path in ("texts", "**/*.jsonl"):
-        corpus = corpus_of(tmp_path / "texts/a.md", tmp_path, tokenizer.to_dict(), val_path=str(tmp_path / path))
+        corpus = corpus_of(
+            tmp_path / "texts/a.md", tmp_path, tokenizer.to_dict(), val_path=str(tmp_path / path)
+        )
         (found,) = samples(sample(saves["separated"], "--score", path, "--json"))
         assert (found["token_ids"], found["bytes"]) == (on_disk(corpus)[1], corpus.val.bytes)
-        assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
-        (one,) = samples(sample(saves["separated"], "--prompt-file", path, "--json", "--max-new-tokens", 1))
+        assert found["bits_per_byte"] == pytest.approx(
+            found["nats"] / math.log(2) / corpus.val.bytes
+        )
+        (one,) = samples(
+            sample(saves["separated"], "--prompt-file", path, "--json", "--max-new-tokens", 1)
+        )
         assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
 
 
@@ -294,24 +422,35 @@ def started(once):
     """A folder whose tokenizer adds a start token, and whose texts end at two of its tokens; model and tokenizer."""
     options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
     folder = once("started", lambda path: make_instruct_folder(path, **options))
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     return folder, model.eval(), tokenizer
 
 
-def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(started, sample, tmp_path):
+def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(
+    started, sample, tmp_path
+):
     folder, model, tokenizer = started
     for text in ("", "Hello the number", "a<|im_end|>\nb<|endoftext|>c"):
         ids = tokenizer(text, return_tensors="pt").input_ids
-        expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=3)[0, ids.size(1) :].tolist()
+        expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=3)[
+            0, ids.size(1) :
+        ].tolist()
         (tmp_path / "text.txt").write_text(text, encoding="utf-8")
         for flags in (("--prompt", text), ("--prompt-file", "text.txt")):
-            (one,) = samples(sample(folder, *flags, "--json", "--temperature", 0, "--max-new-tokens", 30))
+            (one,) = samples(
+                sample(folder, *flags, "--json", "--temperature", 0, "--max-new-tokens", 30)
+            )
             assert (one["prompt"], one["tokens"]) == (text, expected)
         if text:
             (found,) = samples(sample(folder, "--score", "text.txt", "--json"))
             loss = model(ids, labels=ids).loss.item()
             assert found["token_ids"] == ids[0, 1:].tolist()
-            assert (found["nats_per_token"], found["bytes"]) == (pytest.approx(loss, abs=1e-5), len(text))
+            assert (found["nats_per_token"], found["bytes"]) == (
+                pytest.approx(loss, abs=1e-5),
+                len(text),
+            )
     assert sample(folder).stderr.splitlines()[-2] == "no prompt: starting from '<|endoftext|>'"
 
 
@@ -358,12 +497,21 @@ def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
 
 def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_path):
     folder = make_instruct_folder(tmp_path / "instruct")
-    tokenizer, model = (kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer, model = (
+        kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
     messages = [{"role": "user", "content": "Hello\n"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, ids.size(1) :]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")[
+        "input_ids"
+    ]
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)[
+        0, ids.size(1) :
+    ]
     flags = (folder, "--prompt", "Hello\n", "--temperature", 0, "--max-new-tokens", 30)
-    assert sample(*flags, "--chat").stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert (
+        sample(*flags, "--chat").stdout
+        == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    )
     raw = sample(*flags)
     assert raw.stdout.startswith("Hello\n")
     assert "has a chat template, which is not applied to the prompt; set --chat" in raw.stderr

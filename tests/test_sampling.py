@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minigpt.generation_settings import Sampling
-from minigpt.sampling import draw, filter_logits
+from minigpt.sampling.filters import draw, filter_logits
+from minigpt.sampling.settings import Sampling
 
 # Hugging Face's, in the order in which ours are documented to act, and values.
 PROCESSORS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
@@ -29,12 +29,16 @@ PROCESSORS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
     "top_p": (TopPLogitsWarper, st.floats(0.01, 1)),
     "min_p": (MinPLogitsWarper, st.floats(0, 1)),
 }
-CHOSEN = st.fixed_dictionaries({}, optional={name: values for name, (_, values) in PROCESSORS.items()})
+CHOSEN = st.fixed_dictionaries(
+    {}, optional={name: values for name, (_, values) in PROCESSORS.items()}
+)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(chosen=CHOSEN, seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
-def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str, Any], seed: int, n_seen: int):
+def test_filters_equal_those_of_hugging_face_in_the_same_order(
+    chosen: dict[str, Any], seed: int, n_seen: int
+):
     generator = torch.Generator().manual_seed(seed)
     # In 64 bits, rounding moves no token across the edge of a filter.
     logits = expected = 2 * torch.randn(3, 30, generator=generator, dtype=torch.float64)
@@ -42,7 +46,9 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str,
     for name, (processor, _) in PROCESSORS.items():
         if name in chosen:
             expected = processor(chosen[name])(text, expected)
-    ours = filter_logits(logits, Sampling(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True))
+    ours = filter_logits(
+        logits, Sampling(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
+    )
     assert torch.equal(ours.isneginf(), expected.isneginf())
     assert_close(ours.softmax(-1), expected.softmax(-1))
 
@@ -80,15 +86,25 @@ EXTREMES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("temperature", EXTREMES["temperature"])
-def test_the_most_likely_token_is_kept_and_one_with_probability_drawn_whatever_the_values(temperature: float):
-    logits = torch.stack([torch.randn(30), torch.zeros(30), 1e30 * torch.randn(30), -1e4 - torch.arange(30.0)])
+def test_the_most_likely_token_is_kept_and_one_with_probability_drawn_whatever_the_values(
+    temperature: float,
+):
+    logits = torch.stack(
+        [torch.randn(30), torch.zeros(30), 1e30 * torch.randn(30), -1e4 - torch.arange(30.0)]
+    )
     logits[0, 3:9] = logits[0].max()  # ties
     logits[:, 20:] -= float("inf")
-    seen, first, largest = torch.rand(4, 30) < 0.5, torch.zeros(4), torch.full((4,), 1 - 2.0**-53, dtype=torch.float64)
+    seen, first, largest = (
+        torch.rand(4, 30) < 0.5,
+        torch.zeros(4),
+        torch.full((4,), 1 - 2.0**-53, dtype=torch.float64),
+    )
     names = [name for name in EXTREMES if name != "temperature"]
     for values in product(*(EXTREMES[name] for name in names)):
         sampling = Sampling(temperature, **dict(zip(names, values, strict=True)))
-        before = filter_logits(logits, Sampling(0, repetition_penalty=sampling.repetition_penalty), seen)
+        before = filter_logits(
+            logits, Sampling(0, repetition_penalty=sampling.repetition_penalty), seen
+        )
         kept = filter_logits(logits, sampling, seen)
         assert (kept.isfinite() & (before == before.amax(-1, keepdim=True))).any(-1).all()
         for uniform in (first, largest):
@@ -100,9 +116,13 @@ def test_the_most_likely_token_is_kept_and_one_with_probability_drawn_whatever_t
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("values", [{"temperature": 0}, {}, {"temperature": 1e-3, "top_k": 2}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0}, {}, {"temperature": 1e-3, "top_k": 2}, {"top_p": 0.5}], ids=str
+)
 @pytest.mark.parametrize("unused", [None, torch.tensor([0.0, 0.0, -INF, 0.0])], ids=["", "unused"])
-def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(values: dict[str, Any], unused: torch.Tensor | None):
+def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
+    values: dict[str, Any], unused: torch.Tensor | None
+):
     wrong = [
         [NAN, 1, 2, 3],
         [1, 2, NAN, 3],
@@ -139,7 +159,12 @@ def test_a_token_without_probability_is_never_drawn(values: dict[str, Any]):
         logits[torch.rand(1, V) < 0.5] = float("-inf")
         logits[0, int(torch.randint(V, (1,)))] = 0.0
         possible = filter_logits(logits, sampling).softmax(-1)[0] > 0
-        for uniform in (0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-53):  # the largest below 1 of 32 and of 64 bits
+        for uniform in (
+            0.0,
+            0.5,
+            1 - 2.0**-24,
+            1 - 2.0**-53,
+        ):  # the largest below 1 of 32 and of 64 bits
             assert possible[draw(logits, sampling, torch.tensor([uniform], dtype=torch.float64))]
 
 
@@ -147,5 +172,9 @@ def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
     V = 100_003  # equally likely, so token i has [i/V, (i+1)/V): 32 bits round its ends by several hundredths of it
     expected = np.arange(V - 1 - 16 * 5_003, V, 5_003)
     for inside in (0.001, 0.999):
-        drawn = draw(torch.zeros(1, V).expand(len(expected), V), Sampling(), torch.from_numpy((expected + inside) / V))
+        drawn = draw(
+            torch.zeros(1, V).expand(len(expected), V),
+            Sampling(),
+            torch.from_numpy((expected + inside) / V),
+        )
         assert drawn.tolist() == expected.tolist()

@@ -38,19 +38,19 @@ import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
-from minigpt.device import half_dtype, training_precision
 from minigpt.extras.playground.history import read_history, read_samples
-from minigpt.generation import stream
-from minigpt.language_model import LanguageModel
-from minigpt.run_config import TRAINER_OPTIONS, check_run
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.lightning_workarounds import unscale_before_clipping
+from minigpt.runs.run_config import TRAINER_OPTIONS, check_run
 from minigpt.runs.run_dir import read_summary
 from minigpt.runs.trainer import build_trainer, partial_from_config
+from minigpt.sampling.generation import stream
 from minigpt.sweeps.results import read_sweep
+from minigpt.training.language_model import LanguageModel
+from minigpt.training.precision import half_dtype, training_precision
 from minigpt.utils.errors import UserError
+from minigpt.utils.ranks import TORCHRUN
 from minigpt.utils.signals import END_SIGNALS
-from minigpt.utils.terminal import TORCHRUN
 
 
 def test_a_run_folder_holds_everything_about_its_run(finished):
@@ -69,7 +69,9 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     assert content["global_step"] == content["minigpt"]["config"]["max_steps"] == 20
     assert content["minigpt"]["corpus_sha256"] == summary["corpus_sha256"]
     origin = content["minigpt"]["provenance"]
-    assert {"command", "host", "versions", "commit", "dirty", "init_from", "resumed_from"} == set(origin)
+    assert {"command", "host", "versions", "commit", "dirty", "init_from", "resumed_from"} == set(
+        origin
+    )
     assert origin == {name: summary[name] for name in origin}
     with pytest.raises(UserError, match="already holds a run"):
         minigpt.train([f"hydra.run.dir={folder}"])
@@ -85,7 +87,10 @@ class Remove(Callback):
 
 
 def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
-    remove = ["+callbacks.remove._target_=test_training.Remove", f"+callbacks.remove.folder={tmp_path}/data/tokens"]
+    remove = [
+        "+callbacks.remove._target_=test_training.Remove",
+        f"+callbacks.remove.folder={tmp_path}/data/tokens",
+    ]
     run = train(*remove)
     assert not (tmp_path / "data/tokens").exists()
     assert rows(run.folder) == rows(trained())
@@ -94,8 +99,16 @@ def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
 def test_a_run_prints_what_it_will_do_and_its_results(finished):
     folder, summary, tokens = finished.folder, finished.summary, 20 * 8 * 16
     text = (folder / "log.txt").read_text(encoding="utf-8")
-    assert text.splitlines() == [line for line in finished.stderr.splitlines() if not line.startswith("warning")]
-    assert [line.split()[0] for line in text.splitlines()[:5]] == ["model", "data", "training", "device", "run"]
+    assert text.splitlines() == [
+        line for line in finished.stderr.splitlines() if not line.startswith("warning")
+    ]
+    assert [line.split()[0] for line in text.splitlines()[:5]] == [
+        "model",
+        "data",
+        "training",
+        "device",
+        "run",
+    ]
     model, tokenizer = load_checkpoint(folder)
     for part in (
         f"{sum(p.numel() for p in model.parameters()):,} parameters",
@@ -118,7 +131,9 @@ best checkpoint  {folder}/checkpoints/best.safetensors
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train, finished, tmp_path):
     size = f"model.vocab_size={load_checkpoint(finished.folder)[1].vocab_size}"  # the default
-    same, other = (train(f"seed={x}", size, "max_steps=5", folder=tmp_path / str(x)) for x in (1337, 8))
+    same, other = (
+        train(f"seed={x}", size, "max_steps=5", folder=tmp_path / str(x)) for x in (1337, 8)
+    )
     assert column(same.folder, "train_loss") == column(finished.folder, "train_loss")[:1]
     assert column(same.folder, "train_loss") != column(other.folder, "train_loss")
 
@@ -138,12 +153,16 @@ def test_samples_are_drawn_with_their_settings(trained, finished):
             step: drawn(folder / file, **settings) for step, file in ((10, PREVIOUS), (20, LAST))
         }
         for name, value in less.items():
-            assert drawn(folder / LAST, **{**settings, name: value}) != read_samples(folder)[-1][1], name
+            assert (
+                drawn(folder / LAST, **{**settings, name: value}) != read_samples(folder)[-1][1]
+            ), name
     final = drawn(finished.folder / BEST, **{**default, "max_new_tokens": 400})
     assert finished.stdout.startswith(f"{final}\n")
 
 
-def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_time(train, monkeypatch, capsys):
+def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_time(
+    train, monkeypatch, capsys
+):
     def slowly(*args, **settings):
         for step in stream(*args, **settings):
             time.sleep(0.02)
@@ -153,26 +172,44 @@ def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_ti
     monkeypatch.setattr("minigpt.runs.fit.FINAL_SECONDS", 1)
     run = train("originality=2000")
     out, err = capsys.readouterr()
-    assert "sampling    400 tokens and 2,000 characters, to see how much is copied; at most 1 s\n" in err
+    assert (
+        "sampling    400 tokens and 2,000 characters, to see how much is copied; at most 1 s\n"
+        in err
+    )
     assert len(out.partition("\nvalidation loss")[0]) < 100  # of at most 25 tokens
-    assert {"final_sample", "generated_text", "validation_text"} == run.summary["originality"].keys()
+    assert {"final_sample", "generated_text", "validation_text"} == run.summary[
+        "originality"
+    ].keys()
     assert load_checkpoint(run.folder)[0].config.block_size == 16
 
 
 def test_a_sample_of_a_short_training_is_short_unless_its_length_is_given(train, tmp_path):
-    for tokens, given in ((25, ()), (16, ("max_steps=4",)), (70, ("callbacks.samples.max_new_tokens=70",))):
-        line = ("callbacks.samples.seed=1", "eval_every=20", *given)  # 20 steps of 8 windows of 16 tokens
+    for tokens, given in (
+        (25, ()),
+        (16, ("max_steps=4",)),
+        (70, ("callbacks.samples.max_new_tokens=70",)),
+    ):
+        line = (
+            "callbacks.samples.seed=1",
+            "eval_every=20",
+            *given,
+        )  # 20 steps of 8 windows of 16 tokens
         samples = read_samples(train(*line, folder=tmp_path / str(tokens)).folder)
         assert abs(len(samples[0][1]) - tokens) < 3  # spaces at the ends are dropped
 
 
 def test_one_batch_can_be_overfitted(train):
-    run = train("debug=overfit", "optimizer.lr=1e-2", "data.batch_size=2", "max_steps=100", "eval_every=100")
+    run = train(
+        "debug=overfit", "optimizer.lr=1e-2", "data.batch_size=2", "max_steps=100", "eval_every=100"
+    )
     assert column(run.folder, "train_loss")[-1] < 0.1
 
 
 def test_null_clips_no_gradient(train, tmp_path):
-    free, high = (train(f"trainer.gradient_clip_val={x}", "max_steps=3", folder=tmp_path / x) for x in ("null", "1e9"))
+    free, high = (
+        train(f"trainer.gradient_clip_val={x}", "max_steps=3", folder=tmp_path / x)
+        for x in ("null", "1e9")
+    )
     assert column(free.folder, "train_loss") == column(high.folder, "train_loss")
     assert max(column(free.folder, "grad_norm")) > 1.1
 
@@ -190,11 +227,26 @@ LEFT_BEHIND = {
     "Kubeflow": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.invalid", "MASTER_PORT": "1"},
     "Lightning": {"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2"},
     "torchrun": {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "1", "RANK": "two"},
-    "sbatch": {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "a", "SLURM_PROCID": "0"},
+    "sbatch": {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "a",
+        "SLURM_PROCID": "0",
+    },
     "salloc": {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "interactive"},
     "a step of one task": {
-        **{"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_NAME": "a"},
-        **{"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a"},
+        **{
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_JOB_NAME": "a",
+        },
+        **{
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_NODELIST": "a",
+        },
     },
 }
 
@@ -203,13 +255,17 @@ LEFT_BEHIND = {
 def test_a_process_that_is_no_rank_trains_alone_whatever_its_environment_has_of_ranks(
     program, train, trained, monkeypatch, capsys
 ):
-    monkeypatch.setattr(rank_zero_only, "rank", 1)  # as if Lightning had been imported with these variables
+    monkeypatch.setattr(
+        rank_zero_only, "rank", 1
+    )  # as if Lightning had been imported with these variables
     for name, value in LEFT_BEHIND[program].items():
         monkeypatch.setenv(name, value)
     before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     run = train("trainer.strategy=ddp")
     warned = "SLURM_NTASKS" not in LEFT_BEHIND[program]
-    names = ", ".join(name for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK") if name in LEFT_BEHIND[program])
+    names = ", ".join(
+        name for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK") if name in LEFT_BEHIND[program]
+    )
     assert (f"warning: {names} ignored: without " in capsys.readouterr().err) == warned
     assert rows(run.folder) == rows(trained("trainer.strategy=ddp"))
     assert {name: os.environ.get(name) for name in before} == before
@@ -259,7 +315,11 @@ class Wait(Callback):
 
 def test_runs_of_two_threads_train_one_after_the_other(train, trained, tmp_path):
     def run(seed):
-        return train(f"seed={seed}", "+callbacks.wait._target_=test_training.Wait", folder=tmp_path / f"{seed}")
+        return train(
+            f"seed={seed}",
+            "+callbacks.wait._target_=test_training.Wait",
+            folder=tmp_path / f"{seed}",
+        )
 
     with ThreadPoolExecutor(2) as threads:
         runs = [*threads.map(run, (1337, 7))]
@@ -276,7 +336,9 @@ class Fail(Callback):
         raise self.error
 
 
-@pytest.mark.parametrize("error", ["builtins:KeyboardInterrupt", "builtins:ZeroDivisionError", None])
+@pytest.mark.parametrize(
+    "error", ["builtins:KeyboardInterrupt", "builtins:ZeroDivisionError", None]
+)
 def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, error):
     def mine(*_):
         raise KeyboardInterrupt
@@ -317,21 +379,27 @@ def test_a_program_trains_several_runs_on_two_ranks_and_runs_once(small, trained
     seeds = [["seed=7"], TWO, ["optimizer.lr=1e30", *TWO], ["seed=7", *TWO], []]
     given = json.dumps([[*small, *overrides] for overrides in seeds])
     command = [sys.executable, "program.py", "--an=argument"]
-    result = subprocess.run(command, input=given, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300)
+    result = subprocess.run(
+        command, input=given, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("the program runs") == 1
     first, second, failed, third, last = json.loads(result.stdout.splitlines()[-1])
     assert "the loss is nan" in failed
     for found, seed, size in ((first, 7, 1), (second, 1337, 2), (third, 7, 2), (last, 1337, 1)):
         assert found["world_size"] == size
-        assert column(Path(found["folder"]), "val_loss") == pytest.approx(column(trained(f"seed={seed}"), "val_loss"))
+        assert column(Path(found["folder"]), "val_loss") == pytest.approx(
+            column(trained(f"seed={seed}"), "val_loss")
+        )
 
 
 def test_a_part_that_other_ranks_cannot_import_is_refused(train, monkeypatch):
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "Mine", Callback, raising=False)
-    with pytest.raises(UserError, match="_target_ must be of a module, got __main__; move it to where"):
+    with pytest.raises(
+        UserError, match="_target_ must be of a module, got __main__; move it to where"
+    ):
         train("+callbacks.mine._target_=__main__.Mine", *TWO)
 
 
@@ -342,7 +410,9 @@ def test_a_taken_port_is_named(devices, train, monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", f"{port}")
-        with pytest.raises(UserError, match=rf"^MASTER_PORT must be a free port, got {port}; set this"):
+        with pytest.raises(
+            UserError, match=rf"^MASTER_PORT must be a free port, got {port}; set this"
+        ):
             train("trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={devices}")
 
 
@@ -372,7 +442,9 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
 
     monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", fails)
     monkeypatch.setattr("minigpt.extras.interpret.attention_plots.plot_maps", fails)
-    run = train("callbacks=attention", "callbacks.samples.max_new_tokens=20", "max_steps=2", "eval_every=1")
+    run = train(
+        "callbacks=attention", "callbacks.samples.max_new_tokens=20", "max_steps=2", "eval_every=1"
+    )
     assert run.summary["status"] == "completed"
     output = capsys.readouterr().err
     assert output.count("warning: Samples failed at step") == 2
@@ -381,8 +453,12 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_the_final_sample_ends_a_run_that_is_complete(call, tmp_path, monkeypatch, signum):
-    monkeypatch.setattr("minigpt.runs.fit.sample_text", lambda *_, **__: signal.raise_signal(signum))
+def test_a_signal_during_the_final_sample_ends_a_run_that_is_complete(
+    call, tmp_path, monkeypatch, signum
+):
+    monkeypatch.setattr(
+        "minigpt.runs.fit.sample_text", lambda *_, **__: signal.raise_signal(signum)
+    )
     ended = call("train.py", "max_steps=2", "hydra.run.dir=run")
     assert ended.returncode == 128 + signum
     assert ended.stderr.splitlines()[-1] == f"interrupted by {signum.name}"
@@ -391,7 +467,9 @@ def test_a_signal_during_the_final_sample_ends_a_run_that_is_complete(call, tmp_
     assert (summary["status"], summary["steps"], summary["best_step"]) == ("completed", 2, 2)
 
 
-def test_a_failure_to_load_the_best_checkpoint_for_a_sample_is_a_warning(train, monkeypatch, capsys):
+def test_a_failure_to_load_the_best_checkpoint_for_a_sample_is_a_warning(
+    train, monkeypatch, capsys
+):
     def fails(*args, **kwargs):
         raise MemoryError
 
@@ -406,7 +484,9 @@ def test_curves_that_cannot_be_written_are_a_warning_after_the_summary(call, tmp
     ended = call("train.py", "max_steps=2", "hydra.run.dir=run", "resume=auto")
     assert ended.returncode == 0
     (warning,) = (line for line in ended.stderr.splitlines() if "curves.png" in line)
-    assert re.fullmatch(r"warning: curves\.png was not written: \S+/curves\.png: is a directory; .*", warning)
+    assert re.fullmatch(
+        r"warning: curves\.png was not written: \S+/curves\.png: is a directory; .*", warning
+    )
     assert read_summary(tmp_path / "run")["status"] == "completed"
 
 
@@ -426,7 +506,14 @@ def test_a_callback_that_stops_a_training_is_the_reason_why_it_ended(train, monk
 
 
 def test_a_run_whose_output_nobody_reads_trains_to_the_end(launch, tmp_path):
-    ended = launch("train.py", "max_steps=4", "eval_every=2", "hydra.run.dir=run", cwd=tmp_path, prepare=close_output)
+    ended = launch(
+        "train.py",
+        "max_steps=4",
+        "eval_every=2",
+        "hydra.run.dir=run",
+        cwd=tmp_path,
+        prepare=close_output,
+    )
     assert ended.returncode == 0
     assert read_summary(tmp_path / "run")["status"] == "completed"
     assert [
@@ -448,18 +535,27 @@ def test_a_broken_pipe_of_a_logger_is_an_error(call, tmp_path, monkeypatch):
     assert ended.returncode == 1
     reason = "BrokenPipeError: [Errno 32] Broken pipe (MINIGPT_TRACEBACK=1 shows where)"
     assert ended.stderr.splitlines()[-1] == f"error: {reason}"
-    assert (read_summary(tmp_path / "run")["status"], read_summary(tmp_path / "run")["reason"]) == ("failed", reason)
+    assert (read_summary(tmp_path / "run")["status"], read_summary(tmp_path / "run")["reason"]) == (
+        "failed",
+        reason,
+    )
 
 
 def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train, caplog):
     names = ("LearningRateMonitor", "ModelCheckpoint", "ModelSummary")
-    run = train(*(f"+callbacks.{name}._target_=lightning.pytorch.callbacks.{name}" for name in names), "eval_every=20")
+    run = train(
+        *(f"+callbacks.{name}._target_=lightning.pytorch.callbacks.{name}" for name in names),
+        "eval_every=20",
+    )
     rates = column(run.folder, "lr-AdamW/pg1")
     assert len(rates) == 20
     assert column(run.folder, "learning_rate") == rates[4::5]
     (file,) = set((run.folder / "checkpoints").glob("epoch=*.ckpt"))
     assert read(file)["global_step"] == 20
-    assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
+    assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {
+        "checkpoints",
+        ".hydra",
+    }
     assert "Total params" in caplog.text
 
 
@@ -494,10 +590,14 @@ def test_a_notebook_may_define_a_callback_and_an_optimizer(train, monkeypatch, t
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "Mine", Mine, raising=False)
-    monkeypatch.setattr(main, "make", lambda model, **_: torch.optim.SGD(model.parameters(), lr=0.1), raising=False)
+    monkeypatch.setattr(
+        main, "make", lambda model, **_: torch.optim.SGD(model.parameters(), lr=0.1), raising=False
+    )
     monkeypatch.chdir(tmp_path)  # from which modules are imported
     monkeypatch.setattr(sys, "path", [*sys.path])
-    train("+callbacks.mine._target_=__main__.Mine", "optimizer._target_=__main__.make", "max_steps=2")
+    train(
+        "+callbacks.mine._target_=__main__.Mine", "optimizer._target_=__main__.make", "max_steps=2"
+    )
     assert ended == [(2, torch.optim.SGD)]
 
 
@@ -506,19 +606,33 @@ def test_curves_are_logged_to_tensorboard(train):
     folder = train("logger=tensorboard").folder
     logged = events.EventAccumulator(str(folder / "tensorboard")).Reload()
     for name in ("train_loss", "val_loss", "learning_rate"):
-        assert [point.value for point in logged.Scalars(name)] == pytest.approx(column(folder, name))
+        assert [point.value for point in logged.Scalars(name)] == pytest.approx(
+            column(folder, name)
+        )
     assert [point.step for point in logged.Scalars("val_loss")] == [10, 20]
     assert "hp_metric" not in logged.Tags()["scalars"]  # a constant -1
 
 
 def test_settings_that_change_no_loss_reach_what_they_set(train, monkeypatch):
     built, fit = [], "minigpt.runs.fit"
-    monkeypatch.setattr(f"{fit}.build_trainer", lambda *parts: built.append(build_trainer(*parts)) or built[0])
+    monkeypatch.setattr(
+        f"{fit}.build_trainer", lambda *parts: built.append(build_trainer(*parts)) or built[0]
+    )
     monkeypatch.setattr(GPT, "compile", lambda model: setattr(model, "compiled", True))
-    train("compile=true", "checkpoint_blocks=2", "collective_timeout=45", "model.vocab_size=128", "max_steps=1")
+    train(
+        "compile=true",
+        "checkpoint_blocks=2",
+        "collective_timeout=45",
+        "model.vocab_size=128",
+        "max_steps=1",
+    )
     model = built[0].lightning_module.model
     assert (model.compiled, model.checkpoint_blocks, model.config.vocab_size) == (True, 2, 128)
-    (timeout,) = (callback.timeout for callback in built[0].callbacks if isinstance(callback, CollectiveTimeout))
+    (timeout,) = (
+        callback.timeout
+        for callback in built[0].callbacks
+        if isinstance(callback, CollectiveTimeout)
+    )
     assert timeout.total_seconds() == 45
 
 
@@ -529,7 +643,9 @@ CHANGES = {
     ),
     "^model.tie_embeddings must be false": (
         "setup",
-        lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().clone())),
+        lambda model: setattr(
+            model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().clone())
+        ),
     ),
     "model.blocks.0.mlp.forward is replaced": (
         "on_train_batch_end",
@@ -543,21 +659,40 @@ def test_a_run_whose_checkpoints_could_not_be_loaded_ends(train, tmp_path, monke
     hook, change = CHANGES[message]
     monkeypatch.setattr(LanguageModel, hook, lambda module, *_, **__: change(module.model))
     with pytest.raises(UserError, match=message):
-        train(f"callbacks.snapshots={'null' if hook == 'setup' else '{}'}", "max_steps=4", "eval_every=4")
-    files = None if hook == "setup" else ["step-0.safetensors"]  # before its first step, it leaves no folder
-    assert ([file.name for file in tmp_path.rglob("*.safetensors")] if (tmp_path / "run").exists() else None) == files
+        train(
+            f"callbacks.snapshots={'null' if hook == 'setup' else '{}'}",
+            "max_steps=4",
+            "eval_every=4",
+        )
+    files = (
+        None if hook == "setup" else ["step-0.safetensors"]
+    )  # before its first step, it leaves no folder
+    assert (
+        [file.name for file in tmp_path.rglob("*.safetensors")]
+        if (tmp_path / "run").exists()
+        else None
+    ) == files
 
 
 def test_a_precision_that_a_cpu_lacks_is_replaced_with_a_warning(train, capsys):
     assert train("trainer.precision=16-mixed", "max_steps=1").summary["precision"] == "bf16-mixed"
-    assert "trainer.precision=16-mixed needs a GPU; this run is bf16-mixed" in capsys.readouterr().err
+    assert (
+        "trainer.precision=16-mixed needs a GPU; this run is bf16-mixed" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_automatic_precision_is_bfloat16_where_the_device_has_it(train, monkeypatch, supported, precision):
+def test_automatic_precision_is_bfloat16_where_the_device_has_it(
+    train, monkeypatch, supported, precision
+):
     half = torch.bfloat16 if supported else None
-    monkeypatch.setattr("minigpt.device.half_dtype", lambda device: half if device.type == "cpu" else None)
-    run = train("trainer.precision=auto", f"max_steps={40 if supported else 1}", "optimizer.lr=1e-2")
+    monkeypatch.setattr(
+        "minigpt.training.precision.half_dtype",
+        lambda device: half if device.type == "cpu" else None,
+    )
+    run = train(
+        "trainer.precision=auto", f"max_steps={40 if supported else 1}", "optimizer.lr=1e-2"
+    )
     assert run.summary["precision"] == precision
     assert run.loss < 2.5 or not supported
 
@@ -573,15 +708,21 @@ def test_automatic_precision_is_bfloat16_where_the_device_has_it(train, monkeypa
         ((9, 4), "6.4", "bf16-mixed"),  # MI300
     ],
 )
-def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(monkeypatch, capability, rocm, precision):
+def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(
+    monkeypatch, capability, rocm, precision
+):
     """With replaced capabilities, of which torch's own functions read whether a GPU has bfloat16."""
     gpu = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: gpu)
-    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda device: True)  # emulated on every GPU
+    monkeypatch.setattr(
+        "torch.cuda._check_bf16_tensor_supported", lambda device: True
+    )  # emulated on every GPU
     monkeypatch.setattr("torch.version.hip", rocm)
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        "torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda")
+    )
     half_dtype.cache_clear()
     assert training_precision("auto") == precision
     half_dtype.cache_clear()
@@ -601,7 +742,9 @@ def test_every_other_option_of_the_trainer_is_refused_in_one_line():
     assert len(options) > 25
     check_run(OmegaConf.create({"trainer": {"accelerator": "cpu"}}))
     for option in options:
-        with pytest.raises(UserError, match=rf"^trainer\.{option} is not an option; [^\n]+ eval_batches$"):
+        with pytest.raises(
+            UserError, match=rf"^trainer\.{option} is not an option; [^\n]+ eval_batches$"
+        ):
             check_run({"trainer": {option: 0}})
 
 
@@ -621,7 +764,9 @@ def test_a_run_may_validate_on_a_part_of_the_split(train, finished, capsys):
 def test_a_warmup_as_long_as_the_run_is_a_warning(train, tmp_path, capsys):
     for warmup, warned in ((1, False), (2, True)):
         train("max_steps=2", f"schedule.warmup_steps={warmup}", folder=tmp_path / str(warmup))
-        assert ("schedule.warmup_steps=2 is not below max_steps=2" in capsys.readouterr().err) is warned
+        assert (
+            "schedule.warmup_steps=2 is not below max_steps=2" in capsys.readouterr().err
+        ) is warned
 
 
 @pytest.mark.parametrize(
@@ -633,12 +778,20 @@ def test_a_warmup_as_long_as_the_run_is_a_warning(train, tmp_path, capsys):
         ("32-true", 1e-5, 3, None),
     ],
 )
-def test_weights_that_rounding_keeps_as_they_were_are_a_warning(train, capsys, precision, rate, warmup, step):
-    settings = [f"trainer.precision={precision}", f"optimizer.lr={rate}", "optimizer.betas=[0.9,0.95]"]
+def test_weights_that_rounding_keeps_as_they_were_are_a_warning(
+    train, capsys, precision, rate, warmup, step
+):
+    settings = [
+        f"trainer.precision={precision}",
+        f"optimizer.lr={rate}",
+        "optimizer.betas=[0.9,0.95]",
+    ]
     settings += [f"schedule.warmup_steps={warmup}", "seed=7", "callbacks.checkpoint.save_top_k=2"]
     folder = train(*settings, "callbacks.snapshots=null").folder
     err = capsys.readouterr().err
-    pattern = r"warning: at step (\d+), ([\d.]+)% of the weights of the blocks have changed, .*=auto\n"
+    pattern = (
+        r"warning: at step (\d+), ([\d.]+)% of the weights of the blocks have changed, .*=auto\n"
+    )
     warned = re.findall(pattern, err)
     assert len(warned) == err.count("have changed") == (step is not None)
     model, _ = load_checkpoint(folder / f"checkpoints/step-{step or 10}.safetensors")
@@ -684,7 +837,9 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
     module.model(ids, ids).backward()
     expected = nn.utils.get_total_norm([p.grad for p in module.model.parameters()])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = Trainer(accelerator="cpu", max_steps=1, plugins=MixedPrecision("16-mixed", "cpu"), **quiet)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, plugins=MixedPrecision("16-mixed", "cpu"), **quiet
+    )
     trainer.fit(module, DataLoader(TensorDataset(ids, ids), batch_size=3))
     assert float(module.grad_norm) == pytest.approx(float(expected), rel=0.02)
 
@@ -693,7 +848,7 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
 @pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
 def test_a_model_compiles_without_graph_breaks_and_once(monkeypatch, name, checkpoint_blocks):
     """Training and validation of whole and of padded batches, and both again, with the attention of a GPU."""
-    monkeypatch.setattr("minigpt.attention._MAX_EXPLICIT", 0)
+    monkeypatch.setattr("minigpt.model.attention._MAX_EXPLICIT", 0)
     sizes = SMALL | {"n_layer": 3}  # which layer_repeats divides
     module = language_model(name, **dict(composed(f"experiment={name}").model) | sizes)
     model, ids = module.model, torch.randint(256, (4, 4))
@@ -702,7 +857,10 @@ def test_a_model_compiles_without_graph_breaks_and_once(monkeypatch, name, check
     model.compile(fullgraph=True, backend="aot_eager")
     optimizer, padded = module.make_optimizer(model), ids.where(torch.arange(4) < 2, -100)
     for cycle in range(2):
-        with torch._dynamo.config.patch(error_on_recompile=cycle > 0), torch.autocast("cpu", torch.bfloat16):
+        with (
+            torch._dynamo.config.patch(error_on_recompile=cycle > 0),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
             module.training_step((ids, ids), 0).backward()
             module.configure_gradient_clipping(optimizer, 1.0)
             optimizer.step()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from minigpt.config import GPTConfig
+from minigpt.model.config import GPTConfig
 
 
 def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = None) -> float:
@@ -29,5 +29,7 @@ def assert_near(actual: Tensor, expected: Tensor, *others: Tensor, **options: An
 def terms_of(config: GPTConfig) -> int:
     """Return the sum of the lengths of the dot products from a token to its logits."""
     n_inner = config.n_inner or 4 * config.n_embd
-    layer = config.n_embd + config.head_width + config.block_size + config.n_head * config.head_width
+    layer = (
+        config.n_embd + config.head_width + config.block_size + config.n_head * config.head_width
+    )
     return config.n_layer * (layer + config.n_embd + n_inner) + config.n_embd

@@ -14,7 +14,9 @@ PREVIOUS = "checkpoints/previous.safetensors"
 SNAPSHOTS = "checkpoints/snapshots"
 
 
-def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | None = None) -> Path:
+def find_checkpoint(
+    path: str | Path | None, *, last: bool = False, step: int | None = None
+) -> Path:
     """Find a checkpoint file; raise UserError if there is none.
 
     Args:
@@ -39,7 +41,9 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
             raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
         return found[step]
     names = (LAST, BEST) if last else (BEST, LAST)
-    snapshots = [] if last else list(find_snapshots(path).values())  # of a run before its first validation
+    snapshots = (
+        [] if last else list(find_snapshots(path).values())
+    )  # of a run before its first validation
     for file in (path, *(path / name for name in names), *reversed(snapshots)):
         if file.is_file():
             return file
@@ -50,7 +54,11 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
 def follow_latest(path: str) -> str:
     """Return a path, or the newest run or sweep beside it if it is a missing `latest`: some systems refuse links."""
     latest = Path(os.path.expanduser(path))
-    if latest.name != "latest" or os.path.lexists(latest) or (latest.parent / "sweep.json").exists():
+    if (
+        latest.name != "latest"
+        or os.path.lexists(latest)
+        or (latest.parent / "sweep.json").exists()
+    ):
         return path  # a sweep has no link to a job
     files = [*latest.parent.glob("*/.hydra/overrides.yaml"), *latest.parent.glob("*/sweep.json")]
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
@@ -72,7 +80,10 @@ def snapshot_path(folder: str | Path, step: int) -> Path:
 
 def find_snapshots(folder: str | Path) -> dict[int, Path]:
     """Return the snapshots of a run folder by step, in their order; a file such as step-old.safetensors is none."""
-    files = {file.stem.removeprefix("step-"): file for file in Path(folder, SNAPSHOTS).glob("step-*.safetensors")}
+    files = {
+        file.stem.removeprefix("step-"): file
+        for file in Path(folder, SNAPSHOTS).glob("step-*.safetensors")
+    }
     return dict(sorted((int(step), file) for step, file in files.items() if step.isdecimal()))
 
 
@@ -81,7 +92,11 @@ def run_folder(checkpoint: Path) -> Path:
     folder = checkpoint.parent.parent
     if checkpoint.parent.name == Path(SNAPSHOTS).name:
         folder = folder.parent
-    return folder if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS)) else checkpoint.parent
+    return (
+        folder
+        if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS))
+        else checkpoint.parent
+    )
 
 
 def named_path(checkpoint: Path) -> Path:

@@ -22,14 +22,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import LAST, PREVIOUS
-from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
+from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-_PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
+_PREFIXES = {
+    "state_dict": "",
+    "optimizer_states": "optimizer",
+}  # of tensor names; of other keys, the key itself
 
 
 def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, Any]:
@@ -39,20 +42,31 @@ def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, An
         run: for a checkpoint to resume from: `config`, the resolved configuration as plain containers; `corpus_sha256`,
             of the text; `corpus_provenance`, of its token files; `provenance`, the command, host, versions and commit.
     """
-    return {MINIGPT: {"format": FORMAT, "model": model.to_dict(), "tokenizer": tokenizer.to_dict(), **run}}
+    return {
+        MINIGPT: {
+            "format": FORMAT,
+            "model": model.to_dict(),
+            "tokenizer": tokenizer.to_dict(),
+            **run,
+        }
+    }
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint as plain containers and tensors; raise UserError if it is damaged or another kind of file."""
     with explain_errors(f"{path} is not a complete checkpoint in safetensors format"):
-        with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
+        with safe_open(
+            path, framework="pt", backend="pread"
+        ) as file:  # mmap would keep a replaced file on disk
             metadata, tensors = file.metadata() or {}, file.get_tensors()
         text = metadata[MINIGPT]
         if metadata.get("crc32") != checksum(text, tensors):
             raise UserError("its checksum is wrong; use an older checkpoint")
         content = json.loads(text, object_hook=lambda value: _unpack(tensors, value))
         if (number := content[MINIGPT].get("format")) != FORMAT:
-            raise UserError(f"it has format {number}; this version of minigpt reads format {FORMAT}")
+            raise UserError(
+                f"it has format {number}; this version of minigpt reads format {FORMAT}"
+            )
         return {**content, "state_dict": dict(content["state_dict"])}
 
 
@@ -93,7 +107,12 @@ def write(content: Mapping[str, Any], path: Path, *, keeps_previous: bool = Fals
     """
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
-    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
+    text = json.dumps(
+        {
+            key: _pack(value, _PREFIXES.get(key, key), tensors, names)
+            for key, value in content.items()
+        }
+    )
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as unfinished:
@@ -133,7 +152,9 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, 
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, {"format": "pt", **metadata})
-    file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
+    file.chmod(
+        mode
+    )  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
@@ -147,7 +168,10 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, st
                 names[memory], tensors[name] = name, value.detach()
             return {"$tensor": names[memory]}
         case dict() if all(isinstance(key, str | int) for key in value):
-            items = {key: _pack(item, f"{name}.{key}".lstrip("."), tensors, names) for key, item in value.items()}
+            items = {
+                key: _pack(item, f"{name}.{key}".lstrip("."), tensors, names)
+                for key, item in value.items()
+            }
             plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
             return items if plain else {"$dict": list(items.items())}
         case list() | tuple():
@@ -155,7 +179,9 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, st
             return packed if isinstance(value, list) else {"$tuple": packed}
         case None | str() | int() | float():
             return value
-    raise UserError(f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}")
+    raise UserError(
+        f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}"
+    )
 
 
 def _unpack(tensors: Mapping[str, Tensor], value: dict[str, Any]) -> Any:

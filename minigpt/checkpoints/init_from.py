@@ -5,11 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, follow_latest, named_path
+from minigpt.checkpoints.find import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    find_checkpoint,
+    follow_latest,
+    named_path,
+)
 from minigpt.checkpoints.load import build_model, load_checkpoint
-from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import checksums
@@ -30,7 +37,9 @@ class Pretrained:
     def name(self) -> str:
         """The name of the run or of the file."""
         path = named_path(self.path)
-        return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name  # a run of a sweep is a number
+        return (
+            "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
+        )  # a run of a sweep is a number
 
     @property
     def files(self) -> list[Path]:
@@ -44,7 +53,13 @@ class Pretrained:
 
     def provenance(self, data_folder: str) -> dict[str, Any]:
         """Return the source, the revision, and the SHA-256 of each file of weights, as `checksums` caches them."""
-        sums = dict(zip((file.name for file in self.files), checksums(self.files, Path(data_folder)), strict=True))
+        sums = dict(
+            zip(
+                (file.name for file in self.files),
+                checksums(self.files, Path(data_folder)),
+                strict=True,
+            )
+        )
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 

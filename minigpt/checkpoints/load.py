@@ -8,10 +8,10 @@ import torch
 
 from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import MINIGPT, contents, explain_errors, read, write
-from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer, from_dict
-from minigpt.model import GPT
-from minigpt.model_changes import empty_model, find_change, original, unwrap
+from minigpt.model.changes import empty_model, find_change, original, unwrap
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 
@@ -38,7 +38,11 @@ def load_checkpoint(
     with explain_errors(f"{path} does not hold a model of minigpt"):
         ours = content[MINIGPT]
         config, tokenizer = GPTConfig.from_dict(ours["model"]), from_dict(ours["tokenizer"])
-        weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
+        weights = {
+            name[len(PREFIX) :]: x
+            for name, x in content["state_dict"].items()
+            if name.startswith(PREFIX)
+        }
         check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
         model = build_model(config, weights)
@@ -58,7 +62,10 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
     if "forward hook" in (find_change(model) or ""):
         warn(f"{path} does not hold the hooks of the model")
     check_vocabulary(config, tokenizer)
-    weights = {f"{PREFIX}{name.replace(COMPILED, '')}": tensor for name, tensor in original(model).state_dict().items()}
+    weights = {
+        f"{PREFIX}{name.replace(COMPILED, '')}": tensor
+        for name, tensor in original(model).state_dict().items()
+    }
     write(contents(config, tokenizer) | {"state_dict": weights}, Path(path))
 
 
@@ -108,7 +115,9 @@ def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
 def check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Raise UserError if files of `size` bytes are too small for the model, before the model is allocated."""
     params, layers = config.num_params(), config.n_layer + config.smear
-    rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # which no file holds
+    rope_table = (
+        config.block_size * config.head_width if config.position == "rope" else 0
+    )  # which no file holds
     if params > size + SIZE_MARGIN or rope_table > size + ROPE_TABLE_MARGIN or layers > tensors:
         raise UserError(
             f"its model has {config.n_layer:,} layers, {params:,} parameters and a context of "

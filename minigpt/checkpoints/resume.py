@@ -7,19 +7,28 @@ from typing import Any
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, run_folder
 from minigpt.checkpoints.format import MINIGPT, explain_errors, read
-from minigpt.config import GPTConfig
+from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json
+from minigpt.utils.moved import current
 from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
-_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
+_FIXED = (
+    "optimizer._target_",
+    "data.batch_size",
+    "trainer.accumulate_grad_batches",
+    "eval_batches",
+)
 # Settings that change the training.
 _LEARNING = (
     *("optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
     *("trainer.precision", "trainer.gradient_clip_val", "ema_decay", "init_from"),
 )
-_EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "the weights of the checkpoint are used"}
+_EFFECTS = {
+    "max_steps": "the learning-rate schedule follows it",
+    "init_from": "the weights of the checkpoint are used",
+}
 
 
 def find_resumed(
@@ -52,7 +61,11 @@ def find_resumed(
         step = operator.index(content["global_step"])
         unchanged = _fixed_settings(present[MINIGPT])
         before, now = _settings(content[MINIGPT], unchanged), _settings(present[MINIGPT], unchanged)
-    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    changed = {
+        key: (before.get(key), now.get(key))
+        for key in before | now
+        if before.get(key) != now.get(key)
+    }
     fixed = [
         f"{key} ({was} in the checkpoint, {value} now)"
         for key, (was, value) in changed.items()
@@ -66,9 +79,13 @@ def find_resumed(
     config = present[MINIGPT]["config"]
     key = "pause_at" if config.get("pause_at") and resume != "auto" else "max_steps"
     if step >= config[key] + (resume == "auto"):
-        raise UserError(f"resume={path} is at step {step} of {config[key]}; raise {key} to continue")
+        raise UserError(
+            f"resume={path} is at step {step} of {config[key]}; raise {key} to continue"
+        )
     for key, (was, value) in changed.items():
-        warn(f"{key} changed from {was} to {value}; {_EFFECTS.get(key, 'it applies')} from step {step} on")
+        warn(
+            f"{key} changed from {was} to {value}; {_EFFECTS.get(key, 'it applies')} from step {step} on"
+        )
     return path, step, content[MINIGPT].get("provenance", {}), bool(changed)
 
 
@@ -101,8 +118,12 @@ def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None,
 
 def _fixed_settings(run: Mapping[str, Any]) -> list[str]:
     """Return the settings that a run must share with its checkpoint, among them those that split its corpus."""
-    splits = [f"data.{key}" for key in run.get("corpus_provenance", ()) if key in run["config"]["data"]]
-    windows = ["data.eval_batch_size"] if run["config"].get("eval_batches") else []  # which ones are validated
+    splits = [
+        f"data.{key}" for key in run.get("corpus_provenance", ()) if key in run["config"]["data"]
+    ]
+    windows = (
+        ["data.eval_batch_size"] if run["config"].get("eval_batches") else []
+    )  # which ones are validated
     return [*_FIXED, *splits, *windows]
 
 
@@ -122,9 +143,11 @@ def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
         group, _, name = key.rpartition(".")
         values = config[group] if group else config
         names = sorted(values) if name == "*" else [name]
-        found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
+        found |= {f"{group}.{each}" if group else each: current(values.get(each)) for each in names}
     for name, node in run["config"].get("callbacks", {}).items():
-        if node and not node["_target_"].startswith("minigpt."):  # which may end or change a training
+        if node and not node["_target_"].startswith(
+            "minigpt."
+        ):  # which may end or change a training
             found |= {f"callbacks.{name}.{key}": value for key, value in node.items()}
     return found
 
@@ -136,5 +159,8 @@ def read_unaveraged(file: Path) -> dict[str, Any]:
     """
     checkpoint = read(file)
     if "unaveraged" in checkpoint:
-        checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")
+        checkpoint["ema"], checkpoint["state_dict"] = (
+            checkpoint["state_dict"],
+            checkpoint.pop("unaveraged"),
+        )
     return checkpoint

@@ -51,9 +51,9 @@ class WindowOrder:
             chosen = epochs == epoch
             few = self.n_windows <= _MAX_SHUFFLED_WINDOWS
             n_keys = self.n_windows if few else _FEISTEL_ROUNDS
-            *keys, offset, first, last = np.random.SeedSequence((self.seed, int(epoch))).generate_state(
-                n_keys + 3, np.uint64
-            )
+            *keys, offset, first, last = np.random.SeedSequence(
+                (self.seed, int(epoch))
+            ).generate_state(n_keys + 3, np.uint64)
             at = position[chosen]
             window = np.argsort(keys)[at] if few else permute(at, self.n_windows, np.array(keys))
             before = int(offset) % (self.overlap + 1)  # the part of the overlap in the first place
@@ -112,7 +112,9 @@ class Batches(_RankBatches):
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)
-        self.weight = len(self.rows) * self.world_size / self.batch_size  # of this rank in a mean over ranks
+        self.weight = (
+            len(self.rows) * self.world_size / self.batch_size
+        )  # of this rank in a mean over ranks
         self.read_windows = WindowReader(self.tokens, self.order.block_size, self.device)
 
     def __len__(self) -> int:
@@ -139,7 +141,9 @@ class ValidationBatches(_RankBatches):
     """
 
     block_size: int
-    n_batches: int | None = None  # maximum, whose windows are spread evenly over the split; None: no maximum
+    n_batches: int | None = (
+        None  # maximum, whose windows are spread evenly over the split; None: no maximum
+    )
 
     def __post_init__(self) -> None:
         self.n_targets = len(self.tokens) - 1
@@ -153,7 +157,8 @@ class ValidationBatches(_RankBatches):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         shares = [
-            self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
+            self.windows[begin : begin + self.batch_size][self.rank :: self.world_size]
+            * self.block_size
             for begin in range(0, len(self.windows), self.batch_size)
         ]
         batches = [starts if len(starts) else np.array([self.n_targets]) for starts in shares]
@@ -179,11 +184,18 @@ class WindowReader:
 
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tokens, targets), (B, T) each, of the windows that start at the tokens of each batch, (B,)."""
-        indices = (np.minimum(starts[:, None] + self.window, len(self.tokens) - 1) for starts in batches)  # (B, T + 1)
+        indices = (
+            np.minimum(starts[:, None] + self.window, len(self.tokens) - 1) for starts in batches
+        )  # (B, T + 1)
         if (tokens := self.on_device) is not None:
             read: Iterator[Tensor] = (tokens[self._copy(index)].long() for index in indices)
         else:
-            read = map(self._copy, map_in_threads(lambda index: self.tokens[index].astype(np.int64), indices, _READERS))
+            read = map(
+                self._copy,
+                map_in_threads(
+                    lambda index: self.tokens[index].astype(np.int64), indices, _READERS
+                ),
+            )
         for window in read:
             yield window[:, :-1], window[:, 1:]
 

@@ -21,7 +21,16 @@ from tqdm import tqdm
 
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source, find_sources
-from minigpt.data.token_files import FORMAT, META, SPLITS, STARTS, Corpus, load, load_bins, load_prepared
+from minigpt.data.token_files import (
+    FORMAT,
+    META,
+    SPLITS,
+    STARTS,
+    Corpus,
+    load,
+    load_bins,
+    load_prepared,
+)
 from minigpt.data.tokenizer import (
     SEPARATOR,
     BPETokenizer,
@@ -43,10 +52,14 @@ _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
 _CUT_TOLERANCE = 0.2
-_MAX_JOINED_CHARS = 1 << 22  # of a document: the package tokenizers takes 80 bytes of memory per byte
+_MAX_JOINED_CHARS = (
+    1 << 22
+)  # of a document: the package tokenizers takes 80 bytes of memory per byte
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
-SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` starts a document of that split
+SplitChunk = tuple[
+    int, TextChunk
+]  # the split, and a chunk whose `first` starts a document of that split
 
 
 def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
@@ -60,7 +73,9 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     folder = Path(data["folder"])
     built = from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        whole = {} if built.splits_at_cuts else {"documents": "whole"}  # as `_write_corpus` encodes them
+        whole = (
+            {} if built.splits_at_cuts else {"documents": "whole"}
+        )  # as `_write_corpus` encodes them
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)
@@ -87,9 +102,13 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     return load(target)
 
 
-def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None) -> Corpus:
+def _load_bins(
+    data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None
+) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
-        raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
+        raise UserError(
+            "data.train_bin and data.val_bin must be set together; set both, or neither"
+        )
     prepared = load_prepared(data)
     if prepared:
         made = prepared.provenance.get("tokenizer", {})
@@ -100,7 +119,9 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             ", ".join(map(str, tokenizer.values())),
             lambda _: is_same or tokenizer["name"] == PREPARED,
             f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].with_name(META)}",
-            "init_from needs token files of its own" if built else f"tokenizer={PREPARED} selects it",
+            "init_from needs token files of its own"
+            if built
+            else f"tokenizer={PREPARED} selects it",
         )
         return prepared
     if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained, PREPARED):
@@ -112,7 +133,9 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
     return load_bins(data, built, folder)
 
 
-def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
+def _build_tokenizer(
+    settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]
+) -> Tokenizer:
     """Build the tokenizer of the config group: from an alphabet (char), from training texts (bpe), or by its name."""
     match settings["name"]:
         case CharTokenizer.name:
@@ -125,7 +148,11 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
 
 
 def _write_corpus(
-    target: Path, sources: Sequence[Source], provenance: Mapping[str, Any], threads: int | None, built: Tokenizer | None
+    target: Path,
+    sources: Sequence[Source],
+    provenance: Mapping[str, Any],
+    threads: int | None,
+    built: Tokenizer | None,
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
     if any(target.glob("*")):
@@ -171,7 +198,9 @@ def _plan(
             if len(lengths) > 1 and cut not in np.cumsum(lengths):
                 # Runs of earlier versions, which cut elsewhere, have no such entry: they are not resumed.
                 provenance = {**provenance, "cut": "within a document"}
-    texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
+    texts = (
+        chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN
+    )
     return built or _build_tokenizer(settings, folder, alphabet, texts), cut, provenance
 
 
@@ -200,7 +229,9 @@ def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
     return nearest if is_near else wanted
 
 
-def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -> Iterator[SplitChunk]:
+def split_chunks(
+    sources: Sequence[Source], rule: Mapping[str, Any], cut: int
+) -> Iterator[SplitChunk]:
     """Read the chunks of all documents with the split of each.
 
     Two sources are the two splits. A single one is split by `rule`, which has `split` and `val_fraction` of the data
@@ -209,7 +240,11 @@ def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -
     if len(sources) > 1:
         return _read(sources)
     chunks = sources[0].read()
-    return _by_fraction(chunks, cut) if rule["split"] == "fraction" else _by_hash(chunks, rule["val_fraction"])
+    return (
+        _by_fraction(chunks, cut)
+        if rule["split"] == "fraction"
+        else _by_hash(chunks, rule["val_fraction"])
+    )
 
 
 def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
@@ -218,7 +253,9 @@ def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
     for split, (text, first) in chunks:
         is_long = len(joined) + len(text) > _MAX_JOINED_CHARS and not first and split == start[0]
         if is_long and start[1]:  # once per document
-            warn(f"a document of more than {len(joined):,} characters is encoded in parts, with a token more per part")
+            warn(
+                f"a document of more than {len(joined):,} characters is encoded in parts, with a token more per part"
+            )
         if text and (first or split != start[0] or is_long):
             if joined:
                 yield start[0], TextChunk(joined, start[1])
@@ -258,7 +295,10 @@ class TextBatches:
         self.chunks = chunks
         self.bytes = [0, 0]  # of UTF-8 in each split
         self.hashes = (array("Q"), array("Q"))  # one per document of each split
-        self.starts = (array("q"), array("q"))  # bytes before each document, with a separator of one byte
+        self.starts = (
+            array("q"),
+            array("q"),
+        )  # bytes before each document, with a separator of one byte
         self.has_separators = False  # as ordinary text
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
@@ -285,7 +325,9 @@ class TextBatches:
             yield batch
 
 
-def _write_tokens(folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None) -> None:
+def _write_tokens(
+    folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None
+) -> None:
     """Tokenize the batches, and write the ids of each split to its file."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with ExitStack() as stack:
@@ -301,7 +343,9 @@ def _write_tokens(folder: Path, tokenizer: Tokenizer, batches: TextBatches, thre
         sync(path)
 
 
-def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: int | None) -> Iterator[list[Ids]]:
+def tokenize(
+    tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: int | None
+) -> Iterator[list[Ids]]:
     """Tokenize batches in `threads` (None: one per core); yield the ids of each split, per batch."""
     from loky import cpu_count
 
@@ -319,10 +363,17 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: in
 
 
 def _build_meta(
-    folder: Path, sources: Sequence[Source], provenance: Mapping[str, Any], tokenizer: Tokenizer, batches: TextBatches
+    folder: Path,
+    sources: Sequence[Source],
+    provenance: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    batches: TextBatches,
 ) -> dict[str, Any]:
     """Check the token files and return the values of `meta.json`."""
-    documents, sums = [len(hashes) for hashes in batches.hashes], [source.sha256 for source in sources]
+    documents, sums = (
+        [len(hashes) for hashes in batches.hashes],
+        [source.sha256 for source in sources],
+    )
     if 0 in documents:
         empty = documents.index(0)
         if len(sources) > 1 or not any(documents):
@@ -334,18 +385,25 @@ def _build_meta(
         )
     duplicates = int(np.isin(np.array(batches.hashes[TRAIN]), np.array(batches.hashes[VAL])).sum())
     if duplicates:
-        warn(f"{duplicates:,} training documents of {sources[0].name} are also in the validation split")
+        warn(
+            f"{duplicates:,} training documents of {sources[0].name} are also in the validation split"
+        )
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.separated = documents[TRAIN] > 1
     dtype = token_dtype(tokenizer.vocab_size)
-    tokens = [(folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize for split in SPLITS]
+    tokens = [
+        (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize for split in SPLITS
+    ]
     figures = zip(SPLITS, documents, batches.bytes, tokens, strict=True)
     return {
         "format": FORMAT,
         "name": sources[0].name,
         "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
         "dtype": dtype,
-        **{split: {"documents": n, "bytes": size, "tokens": length} for split, n, size, length in figures},
+        **{
+            split: {"documents": n, "bytes": size, "tokens": length}
+            for split, n, size, length in figures
+        },
         "provenance": {**provenance, "duplicates": duplicates},
         "tokenizer": tokenizer.to_dict(),
     }

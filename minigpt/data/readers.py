@@ -34,20 +34,25 @@ _RUN_MARKS = (
     *({".hydra", name} for name in ("metrics.csv", "summary.json", "checkpoints", ".lock")),
     *({"sweep.json"}, {"runs.csv", "sweep.md"}),
 )
-_RUN_NAMES = re.compile(r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json")
+_RUN_NAMES = re.compile(
+    r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json"
+)
 _DATA_NAMES = re.compile(
     r"tokens|tiktoken|checksums\.json|stdin-\w{16}(-\w{12})?\.txt|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
 )
 _BLOCK_BYTES = 1 << 20  # read at a time
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
-_MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
+_MAX_CHUNK_CHARS = (
+    1 << 18
+)  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
 # With which a text does not begin: an array of objects, an object per line, or objects of many lines,
 # each with a key. Code and markup may have braces in lines of their own.
 _JSON_ROWS = rb'\s*(\[\s*\{\s*"[^"\n]*"\s*:|\{\s*"[^"\n]*"\s*:(.*\}\s*\n|(?s:.*?)\n\})\s*\{'
 # The same by suffix. Prose begins with no field and no list of texts either; a file of JSON may be one object.
 _JSON = {
     **dict.fromkeys(
-        ("", *TEXT_SUFFIXES), re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))')
+        ("", *TEXT_SUFFIXES),
+        re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))'),
     ),
     **{".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")},
 }
@@ -68,7 +73,10 @@ _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacke
 }
 _warn_once = cache(warn)
 # A text is cut after a single line break before a letter or digit, or else before a single space between letters.
-_CUTS = (re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"), re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"))
+_CUTS = (
+    re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"),
+    re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"),
+)
 
 
 class TextChunk(NamedTuple):
@@ -106,23 +114,34 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
     if given.exists() and not is_folder:
         return [given]
     if given.is_symlink():
-        raise UserError(f"{setting} is a broken link to {os.readlink(given)}; give a file that exists")
+        raise UserError(
+            f"{setting} is a broken link to {os.readlink(given)}; give a file that exists"
+        )
     pattern = Path(escape(str(given)), "**", "*") if is_folder else given
-    depth = next((i for i, part in enumerate(given.parts) if has_magic(part) and not is_folder), len(given.parts))
+    depth = next(
+        (i for i, part in enumerate(given.parts) if has_magic(part) and not is_folder),
+        len(given.parts),
+    )
     found = {file for file in _expand(pattern.as_posix()) if not file.is_dir()}
     for file in sorted(found, key=lambda file: file.parts):  # Windows compares paths without case
         suffix = content_suffix(file)
-        entries = [file, *file.parents[: len(file.parts) - depth - 1]]  # below the folder or the fixed part
+        entries = [
+            file,
+            *file.parents[: len(file.parts) - depth - 1],
+        ]  # below the folder or the fixed part
         reasons = {
             "broken link, FIFO or device": not file.is_file(),
-            "of earlier commands": has_magic(pattern.name) and any(_is_output(entry, data_folder) for entry in entries),
+            "of earlier commands": has_magic(pattern.name)
+            and any(_is_output(entry, data_folder) for entry in entries),
             suffix or "no suffix": is_folder and suffix not in _FOLDER_SUFFIXES,
         }
         if any(reasons.values()):
             skipped.append(max(reasons, key=lambda reason: reasons[reason]))
         else:
             files.append(file)
-    counted = f"{len(skipped):,} files of {given} are skipped ({', '.join(sorted({*skipped})[:10])})"
+    counted = (
+        f"{len(skipped):,} files of {given} are skipped ({', '.join(sorted({*skipped})[:10])})"
+    )
     if files and skipped:
         warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
@@ -157,7 +176,10 @@ def _is_output(entry: Path, data_folder: Path) -> bool:
     return (
         _is_run(entry)
         or (_RUN_NAMES.fullmatch(entry.name) is not None and _is_run(entry.parent))
-        or (_DATA_NAMES.fullmatch(entry.name) is not None and entry.parent.resolve() == data_folder.resolve())
+        or (
+            _DATA_NAMES.fullmatch(entry.name) is not None
+            and entry.parent.resolve() == data_folder.resolve()
+        )
         or (entry.name == "README.md" and entry.resolve() == ROOT / "data" / "README.md")
     )
 
@@ -180,7 +202,9 @@ def read_texts(
     """Read the documents of all files of a path, as `find_files` takes it, or the text on standard input (`-`)."""
     if path in STDIN:
         blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
-        return text_chunks(_decode(blocks, f"{setting}=-", None if separator else _JSON[""]), separator)
+        return text_chunks(
+            _decode(blocks, f"{setting}=-", None if separator else _JSON[""]), separator
+        )
     return read_files(find_files(path, setting, folder), field, separator)
 
 
@@ -213,7 +237,9 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     suffix = content_suffix(file)
     if suffix in ROW_READERS:
         return ROW_READERS[suffix](file, field)
-    blocks = _decode(_read_blocks(file), file, None if separator else _JSON.get(suffix, _JSON["other"]))
+    blocks = _decode(
+        _read_blocks(file), file, None if separator else _JSON.get(suffix, _JSON["other"])
+    )
     return text_chunks(blocks, separator)
 
 
@@ -247,7 +273,9 @@ def cut_point(text: str) -> int:
     return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
 
 
-def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | None = None) -> Iterator[str]:
+def _decode(
+    blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | None = None
+) -> Iterator[str]:
     """Yield blocks of text, with \\n as every line end.
 
     Args:
@@ -258,11 +286,17 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
     decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     offset, line = 0, 1
     for block in chain(blocks, [b""]):
-        kinds = [kind for start, kind in _BINARY.items() if offset == 0 and re.match(start, block, re.DOTALL)]
+        kinds = [
+            kind
+            for start, kind in _BINARY.items()
+            if offset == 0 and re.match(start, block, re.DOTALL)
+        ]
         if kinds:
             raise UserError(f"{name} is {kinds[0].format(shell_quote(str(name)))}")
         if (zero := block.find(b"\0")) >= 0:
-            raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
+            raise UserError(
+                f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text"
+            )
         if offset == 0 and rows and rows.match(block.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
                 f"{name} holds JSON, whose syntax would be trained on; make it .jsonl, with an object in each line, as "
@@ -272,7 +306,10 @@ def _decode(blocks: Iterable[bytes], name: object, rows: re.Pattern[bytes] | Non
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            where, line = offset - len(error.object) + error.start, line + error.object[: error.start].count(b"\n")
+            where, line = (
+                offset - len(error.object) + error.start,
+                line + error.object[: error.start].count(b"\n"),
+            )
             raise UserError(
                 f"{name} is not UTF-8 text: bad byte at offset {where:,}, in line {line:,}; save it as UTF-8"
             ) from error
@@ -329,11 +366,19 @@ def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChun
         whole = text if text.isascii() else whole_characters(text)
         return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
     others = [key for key, value in cells.items() if isinstance(value, str)]
-    listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
-    problem = (
-        f"{kind} {field} holds {type(text).__name__}, not text" if field in cells else f"no text in {kind} {field}"
+    listed = (
+        f"the {kind}s with text are {', '.join(others[:10])}"
+        if others
+        else f"there is no {kind} with text"
     )
-    raise UserError(f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})")
+    problem = (
+        f"{kind} {field} holds {type(text).__name__}, not text"
+        if field in cells
+        else f"no text in {kind} {field}"
+    )
+    raise UserError(
+        f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})"
+    )
 
 
 # Formats with a document per row, by their suffix: functions of the file and `data.field`.

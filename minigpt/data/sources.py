@@ -15,11 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_READERS, STDIN, TextChunk, find_files, read_files
+from minigpt.data.readers import (
+    COMPRESSED_SUFFIXES,
+    ROW_READERS,
+    STDIN,
+    TextChunk,
+    find_files,
+    read_files,
+)
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
-from minigpt.utils.terminal import env_number, rank_variables, warn
+from minigpt.utils.ranks import world_size
+from minigpt.utils.terminal import warn
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,9 @@ def find_text(data: Mapping[str, Any]) -> Path:
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
-    for copy in dict.fromkeys((target, Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name)):
+    for copy in dict.fromkeys(
+        (target, Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name)
+    ):
         if copy.is_file():
             if checksums([copy], folder) == [data["sha256"]]:
                 return copy
@@ -103,20 +113,33 @@ def _find_training(data: Mapping[str, Any]) -> Source:
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
-def _from_files(path: str | Sequence[str], setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
+def _from_files(
+    path: str | Sequence[str], setting: str, data: Mapping[str, Any], name: str | None = None
+) -> Source:
     given = [path] if isinstance(path, str) else path
     folder = Path(data["folder"])
     paths = [spool(one, setting, folder) for one in given]
-    files, field, separator = find_files(paths, setting, folder), data["field"], data["separator"] or ""
+    files, field, separator = (
+        find_files(paths, setting, folder),
+        data["field"],
+        data["separator"] or "",
+    )
     sums = checksums(files, folder)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
-    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES)) and not separator
+    is_one_text = (
+        len(files) == 1
+        and not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES))
+        and not separator
+    )
     names = [
-        "stdin" if copy != one else _name_of(Path(one).expanduser()) for one, copy in zip(given, paths, strict=True)
+        "stdin" if copy != one else _name_of(Path(one).expanduser())
+        for one, copy in zip(given, paths, strict=True)
     ]
     return Source(
         name=name or "-".join(names),
-        sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums, *filter(None, [separator])]),
+        sha256=sums[0]
+        if is_one_text
+        else sha256_json([field, suffixes, sums, *filter(None, [separator])]),
         read=lambda: read_files(files, field, separator),
     )
 
@@ -140,10 +163,14 @@ def spool(path: str, setting: str, folder: Path) -> str:
     if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
         return path
     read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
-    if any(env_number(name, 1) > 1 for name in rank_variables()[1:2]):
-        raise UserError(f"{read} cannot be read by several processes; save the text and set {setting} to its file")
+    if world_size() > 1:
+        raise UserError(
+            f"{read} cannot be read by several processes; save the text and set {setting} to its file"
+        )
     with ExitStack() as stack:
-        stream = sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))
+        stream = (
+            sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))
+        )
         if not stream or stream.isatty():
             raise UserError(
                 f"{read} is a terminal; pipe a text into it, or set {setting} to a file "

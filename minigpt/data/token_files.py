@@ -33,10 +33,16 @@ STARTS = ".starts"  # file of a split: where each document starts in its bytes (
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
 _MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
-_HASHED_FILES, _HASHED_BYTES = 64, 1 << 16  # of many files: how many are read, and the bytes of each
+_HASHED_FILES, _HASHED_BYTES = (
+    64,
+    1 << 16,
+)  # of many files: how many are read, and the bytes of each
 _HEAD_BYTES = 1 << 12  # that show the kind of a file
 _SAMPLED_PAIRS = 1 << 13  # that show the width of ids
-_LLM_C = {(20240520, 1): 2, (20240801, 7): 4}  # bytes per id, by the magic number and the version of the header
+_LLM_C = {
+    (20240520, 1): 2,
+    (20240801, 7): 4,
+}  # bytes per id, by the magic number and the version of the header
 _LLM_C_HEADER = 1024  # bytes
 _WRITE = "write its ids with np.array(ids, np.uint16).tofile(…), or np.uint32 for a vocabulary above 65,536"
 
@@ -64,15 +70,22 @@ class Corpus:
     train: Split
     val: Split
     dtype: str = "uint16"
-    provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
-    val_sha256: str = ""  # of the validation files, of their text, or of the text and how it is split
+    provenance: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of `prepare.py`; empty for nanoGPT's files
+    val_sha256: str = (
+        ""  # of the validation files, of their text, or of the text and how it is split
+    )
 
     def check_length(self, block_size: int) -> None:
         """Raise UserError if a split is shorter than one window of `block_size` tokens and the next token."""
         # With a quarter more than a window: a split at the start of a document may be a fifth smaller.
         share = ceil(125 * (block_size + 1) / max(1, self.train.tokens + self.val.tokens)) / 100
         by_fraction = self.provenance.get("split") == "fraction" and share <= 0.5
-        for name, split, fraction in (("training", self.train, 1 - share), ("validation", self.val, share)):
+        for name, split, fraction in (
+            ("training", self.train, 1 - share),
+            ("validation", self.val, share),
+        ):
             if split.tokens <= block_size:
                 raise UserError(
                     f"the {name} split has {split.tokens} tokens, but a window needs model.block_size + 1 = "
@@ -99,11 +112,17 @@ class Tokens:
     The cost of an index does not depend on N. Raises UserError for ids outside the vocabulary.
     """
 
-    def __init__(self, files: Sequence[Path], dtype: str, vocab_size: int, headers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, files: Sequence[Path], dtype: str, vocab_size: int, headers: Sequence[int] = ()
+    ) -> None:
         self.files, self.dtype, self.vocab_size = files, np.dtype(dtype), vocab_size
         self.headers = headers or [0] * len(files)
-        sizes = [file.stat().st_size - header for file, header in zip(files, self.headers, strict=True)]
-        self.starts = np.cumsum([0, *(size // self.dtype.itemsize for size in sizes)])  # (files + 1,)
+        sizes = [
+            file.stat().st_size - header for file, header in zip(files, self.headers, strict=True)
+        ]
+        self.starts = np.cumsum(
+            [0, *(size // self.dtype.itemsize for size in sizes)]
+        )  # (files + 1,)
         self.map = lru_cache(_MAX_MAPS)(lambda i: _map(files[i], self.dtype, self.headers[i]))
         if len(files) == 1 and len(self):
             self.map(0)  # now, so that a run holds its file if it is removed later
@@ -118,8 +137,13 @@ class Tokens:
             self._check(ids, range(begin, end))
             return ids[::step]
         positions = index.ravel()
-        ids, files = np.empty(positions.size, self.dtype), np.searchsorted(self.starts[1:], positions, side="right")
-        for a, b in pairwise([*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]):  # runs within a file
+        ids, files = (
+            np.empty(positions.size, self.dtype),
+            np.searchsorted(self.starts[1:], positions, side="right"),
+        )
+        for a, b in pairwise(
+            [*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]
+        ):  # runs within a file
             ids[a:b] = self.map(int(files[a]))[positions[a:b] - self.starts[files[a]]]
         self._check(ids, positions)
         return ids.reshape(index.shape)
@@ -127,10 +151,15 @@ class Tokens:
     def _read(self, begin: int, end: int) -> Array:
         """Read consecutive ids without mapping their files."""
         ids = np.empty(end - begin, self.dtype)
-        for i in range(np.searchsorted(self.starts[1:], begin, side="right"), np.searchsorted(self.starts[:-1], end)):
+        for i in range(
+            np.searchsorted(self.starts[1:], begin, side="right"),
+            np.searchsorted(self.starts[:-1], end),
+        ):
             a, b = max(begin, self.starts[i]), min(end, self.starts[i + 1])
             offset = self.headers[i] + (a - self.starts[i]) * self.dtype.itemsize
-            ids[a - begin : b - begin] = np.fromfile(self.files[i], self.dtype, b - a, offset=offset)
+            ids[a - begin : b - begin] = np.fromfile(
+                self.files[i], self.dtype, b - a, offset=offset
+            )
         return ids
 
     def _check(self, ids: Array, positions: Any) -> None:
@@ -159,7 +188,9 @@ def load(folder: Path) -> Corpus:
             **{key: meta[key] for key in ("name", "sha256", "dtype", "provenance")},
         )
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
+        raise UserError(
+            f"broken token files ({error}); remove {folder} to have them written again"
+        ) from error
 
 
 def load_prepared(data: Mapping[str, Any]) -> Corpus | None:
@@ -174,23 +205,33 @@ def load_prepared(data: Mapping[str, Any]) -> Corpus | None:
     return load(meta.parent) if is_prepared else None
 
 
-def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path | None = None) -> Corpus:
+def load_bins(
+    data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path | None = None
+) -> Corpus:
     """Read the token files of the data group, arrays of ids, in place.
 
     The validation split is read whole, to count its bytes and documents. `data_folder` is that of `checksums`.
     """
     vocab_size, documents = tokenizer.vocab_size, 0
     found = {key: _find_bins(key, data[key]) for key in ("train_bin", "val_bin")}
-    layouts = [_layout(f"data.{key}={file}", file, vocab_size) for key, files in found.items() for file in files]
+    layouts = [
+        _layout(f"data.{key}={file}", file, vocab_size)
+        for key, files in found.items()
+        for file in files
+    ]
     train, val = found.values()
     for meta in filter(Path.is_file, {file.with_name(META) for file in (*train, *val)}):
         if (
             b'"provenance"' in meta.read_bytes()  # not of another tool
             and from_dict(read_json(meta).get("tokenizer")).token_bytes != tokenizer.token_bytes
         ):
-            raise UserError(f"{meta.parent} has token files of another tokenizer; give files of one, and tokenizer=…")
+            raise UserError(
+                f"{meta.parent} has token files of another tokenizer; give files of one, and tokenizer=…"
+            )
     if len(widths := {width for width, _ in layouts}) > 1:
-        raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got several; {_WRITE}")
+        raise UserError(
+            f"data.train_bin and data.val_bin must have ids of one width, got several; {_WRITE}"
+        )
     dtype, headers = f"uint{8 * widths.pop()}", [header for _, header in layouts]
     if dtype != token_dtype(vocab_size):
         log(f"the ids of data.train_bin and data.val_bin are read as {dtype}")
@@ -198,8 +239,12 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path |
     tokens = Tokens(val, dtype, vocab_size, val_headers)
     counts = np.zeros(vocab_size, dtype=np.int64)  # of each id
     for begin in range(0, len(tokens), _SCAN_TOKENS):
-        counts += np.bincount(tokens[begin : begin + _SCAN_TOKENS].astype(np.int64), minlength=len(counts))
-    val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
+        counts += np.bincount(
+            tokens[begin : begin + _SCAN_TOKENS].astype(np.int64), minlength=len(counts)
+        )
+    val_bytes = sum(
+        int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts)
+    )  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
@@ -209,7 +254,9 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, data_folder: Path |
         name=train[0].name,
         sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
         tokenizer=tokenizer,
-        train=Split(train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers),
+        train=Split(
+            train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers
+        ),
         val=Split(val, len(tokens), val_bytes, documents, val_headers),
         dtype=dtype,
         val_sha256=sums[1],
@@ -222,14 +269,20 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
     for path in [value] if isinstance(value, str) else value:
         given = Path(path).expanduser()
         matches = sorted(map(Path, glob(str(given))), key=Path.as_posix)
-        files += matches if matches and not given.exists() else [given]  # a name may look like a pattern
+        files += (
+            matches if matches and not given.exists() else [given]
+        )  # a name may look like a pattern
     for file in files:
         if not file.is_file():
-            raise UserError(f"data.{key}={file} is not a file; give the path of nanoGPT's token files")
+            raise UserError(
+                f"data.{key}={file} is not a file; give the path of nanoGPT's token files"
+            )
     return files
 
 
-def split_checksums(train: Sequence[Path], val: Sequence[Path], data_folder: Path | None) -> list[str]:
+def split_checksums(
+    train: Sequence[Path], val: Sequence[Path], data_folder: Path | None
+) -> list[str]:
     """Identify the token files of both splits: by content if each has one, else by sizes and a sample."""
     if len(train) == len(val) == 1:
         return checksums([*train, *val], data_folder)
@@ -256,14 +309,22 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
             array: Any = np.load(file, mmap_mode="r")
         except (ValueError, OSError) as error:
             raise UserError(f"{name} cannot be read by NumPy ({error})") from error
-        if array.ndim != 1 or array.dtype.newbyteorder("<") != array.dtype or array.dtype.kind not in "iu":
-            raise UserError(f"{name} must be an array of integers (N,), got {array.dtype} {array.shape}; {_WRITE}")
+        if (
+            array.ndim != 1
+            or array.dtype.newbyteorder("<") != array.dtype
+            or array.dtype.kind not in "iu"
+        ):
+            raise UserError(
+                f"{name} must be an array of integers (N,), got {array.dtype} {array.shape}; {_WRITE}"
+            )
         return array.dtype.itemsize, array.offset
     magic, version, n_tokens = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
     if 20240520 <= magic <= 20240801:
         width = _LLM_C.get((magic, version), 0)
         if not width or size != _LLM_C_HEADER + width * n_tokens:
-            raise UserError(f"{name} is not a complete token file of llm.c: {magic=}, {version=}, {n_tokens:,} tokens")
+            raise UserError(
+                f"{name} is not a complete token file of llm.c: {magic=}, {version=}, {n_tokens:,} tokens"
+            )
         return width, _LLM_C_HEADER
     if size >= 64 and b"\0" not in head:
         with suppress(UnicodeDecodeError):

@@ -55,16 +55,27 @@ class Tokenizer:
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
     special: Mapping[str, int] = {}  # ids of special tokens
     separated = False  # documents end with a separator that is a special token
-    prefix: Sequence[int] = ()  # ids that a tokenizer of Hugging Face puts before a text, except in training
-    suffix: Sequence[int] = ()  # … and after one, except in training and in a prompt, which is continued
+    prefix: Sequence[
+        int
+    ] = ()  # ids that a tokenizer of Hugging Face puts before a text, except in training
+    suffix: Sequence[
+        int
+    ] = ()  # … and after one, except in training and in a prompt, which is continued
     reads_special = False  # names of special tokens in a prompt are these tokens
-    splits_at_cuts = True  # the ids of a text are those of its parts that `readers.cut_point` separates
-    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None  # with the chat template of a folder
+    splits_at_cuts = (
+        True  # the ids of a text are those of its parts that `readers.cut_point` separates
+    )
+    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = (
+        None  # with the chat template of a folder
+    )
 
     @property
     def end_token(self) -> int | None:
         """Id of the separator if it is a special token; some tokenizer.json do not mark theirs as one."""
-        return next((i for i in self.separator.tolist() if self.separated or self.token_bytes[i] == b""), None)
+        return next(
+            (i for i in self.separator.tolist() if self.separated or self.token_bytes[i] == b""),
+            None,
+        )
 
     @property
     def end_ids(self) -> list[int]:
@@ -114,11 +125,17 @@ class CharTokenizer(Tokenizer):
     def __init__(self, alphabet: str) -> None:
         points = _code_points(alphabet)
         if not alphabet or list(alphabet) != sorted(set(alphabet)):
-            raise UserError("the alphabet of a char tokenizer must be distinct characters in code-point order")
+            raise UserError(
+                "the alphabet of a char tokenizer must be distinct characters in code-point order"
+            )
         self.alphabet, self.vocab_size = alphabet, len(points)
-        self.token_bytes = {i: whole_characters(character).encode() for i, character in enumerate(alphabet)}
+        self.token_bytes = {
+            i: whole_characters(character).encode() for i, character in enumerate(alphabet)
+        }
         # The id of each code point, or vocab_size if it has none; the last entry is for all higher code points.
-        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1))
+        self._ids = np.full(
+            int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1)
+        )
         self._ids[points] = np.arange(len(points))
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
@@ -146,7 +163,9 @@ class ByteTokenizer(Tokenizer):
     separator = np.array([ord("\n")], dtype=np.uint8)
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, for torch
+        return np.frombuffer(
+            bytearray(whole_characters(text).encode()), dtype=np.uint8
+        )  # writable, for torch
 
 
 class BPETokenizer(Tokenizer):
@@ -162,20 +181,46 @@ class BPETokenizer(Tokenizer):
     trained = "bpe"  # name of an encoding trained on a corpus
 
     def __init__(
-        self, name: str, tokens: Sequence[bytes | None], special: Mapping[str, int], *, separated: bool = False
+        self,
+        name: str,
+        tokens: Sequence[bytes | None],
+        special: Mapping[str, int],
+        *,
+        separated: bool = False,
     ) -> None:
         ranks = {token: rank for rank, token in enumerate(tokens) if token is not None}
         ids = [*ranks.values(), *special.values()]
         if SEPARATOR not in special or not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
             raise UserError(f"a byte-pair encoding must have all 256 bytes and {SEPARATOR}")
-        if b"" in ranks or len(ranks) < sum(token is not None for token in tokens) or len(set(ids)) < len(ids):
-            raise UserError("a byte-pair encoding must have distinct ids and distinct tokens, none of them empty")
-        if min(ids) < 0 or max(ids) >= len(tokens) + (1 << 16):  # lists of all ids would not fit in memory
-            raise UserError(f"the ids of a byte-pair encoding must be consecutive, got {min(ids)} to {max(ids)}")
-        self.name, self.tokens, self.special, self.separated = name, tokens, dict(special), separated
+        if (
+            b"" in ranks
+            or len(ranks) < sum(token is not None for token in tokens)
+            or len(set(ids)) < len(ids)
+        ):
+            raise UserError(
+                "a byte-pair encoding must have distinct ids and distinct tokens, none of them empty"
+            )
+        if min(ids) < 0 or max(ids) >= len(tokens) + (
+            1 << 16
+        ):  # lists of all ids would not fit in memory
+            raise UserError(
+                f"the ids of a byte-pair encoding must be consecutive, got {min(ids)} to {max(ids)}"
+            )
+        self.name, self.tokens, self.special, self.separated = (
+            name,
+            tokens,
+            dict(special),
+            separated,
+        )
         self.vocab_size = max(len(tokens), max(ids) + 1)
-        self._ranks, self._dtype, self._local = ranks, token_dtype(self.vocab_size), threading.local()
-        self.token_bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
+        self._ranks, self._dtype, self._local = (
+            ranks,
+            token_dtype(self.vocab_size),
+            threading.local(),
+        )
+        self.token_bytes = dict.fromkeys(special.values(), b"") | {
+            rank: token for token, rank in ranks.items()
+        }
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
     @classmethod
@@ -185,7 +230,11 @@ class BPETokenizer(Tokenizer):
         Its files are downloaded first: tiktoken's own download has no timeout and does not name the missing file. Raise
         UserError if there is no such encoding, or a file is missing and cannot be downloaded.
         """
-        require("tokenizer.name", name, *one_of((CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)))
+        require(
+            "tokenizer.name",
+            name,
+            *one_of((CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)),
+        )
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
         files = {
             url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
@@ -193,7 +242,11 @@ class BPETokenizer(Tokenizer):
             if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url
         }
         try:
-            missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
+            missing = [
+                f"{url} as {file}"
+                for url, file in files.items()
+                if not download(url, _SHA256[url], file)
+            ]
         except OSError as error:
             raise UserError(
                 f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
@@ -208,7 +261,9 @@ class BPETokenizer(Tokenizer):
         import tiktoken  # slow to import
 
         encoding = tiktoken.get_encoding(name)
-        special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+        special = {
+            token: encoding.encode_single_token(token) for token in encoding.special_tokens_set
+        }
         ids = {encoding.encode_single_token(token): token for token in encoding.token_byte_values()}
         return cls(name, [ids.get(i) for i in range(max(ids) + 1)], special)
 
@@ -221,8 +276,13 @@ class BPETokenizer(Tokenizer):
         import rustbpe
 
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(texts), vocab_size=vocab_size - 1, pattern=PATTERNS["gpt2"])
-        tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        trainer.train_from_iterator(
+            iter(texts), vocab_size=vocab_size - 1, pattern=PATTERNS["gpt2"]
+        )
+        tokens = [
+            bytes(token)
+            for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+        ]
         if len(tokens) < vocab_size - 1:
             raise UserError(
                 f"tokenizer.vocab_size must be at most {len(tokens) + 1} for this training text, got {vocab_size}"
@@ -230,7 +290,9 @@ class BPETokenizer(Tokenizer):
         return cls(cls.trained, tokens, {SEPARATOR: vocab_size - 1})
 
     def encode(self, text: str) -> Ids:
-        return self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=()).astype(self._dtype)
+        return self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=()).astype(
+            self._dtype
+        )
 
     @property
     def start(self) -> Ids:
@@ -238,15 +300,30 @@ class BPETokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         # One string of base64 loads in a twentieth of the time of a list of 50,000.
-        tokens = " ".join("-" if token is None else base64.b64encode(token).decode() for token in self.tokens)
-        return {"name": self.name, "tokens": tokens, "special": self.special, "separated": self.separated}
+        tokens = " ".join(
+            "-" if token is None else base64.b64encode(token).decode() for token in self.tokens
+        )
+        return {
+            "name": self.name,
+            "tokens": tokens,
+            "special": self.special,
+            "separated": self.separated,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":
-        texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
+        texts, special, separated = (
+            values["tokens"].split(" "),
+            values["special"],
+            values["separated"],
+        )
         tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
-        if not isinstance(separated, bool) or {(str, int)} != {(type(k), type(v)) for k, v in special.items()}:
-            raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
+        if not isinstance(separated, bool) or {(str, int)} != {
+            (type(k), type(v)) for k, v in special.items()
+        }:
+            raise UserError(
+                "a byte-pair encoding must have the keys tokens, special and separated, of their types"
+            )
         return cls(values["name"], tokens, special, separated=separated)
 
     @property
@@ -281,8 +358,12 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
             case name if name in (BPETokenizer.trained, *PATTERNS):
                 return BPETokenizer.from_dict(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
-    raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}")
+        raise UserError(
+            f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})"
+        ) from error
+    raise UserError(
+        f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}"
+    )
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
@@ -294,9 +375,13 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
     if not prompt:
         return tokenizer.start
     if tokenizer.reads_special or not tokenizer.separated:
-        return np.array([*tokenizer.prefix, *tokenizer.parse(prompt)], dtype=tokenizer.separator.dtype)
+        return np.array(
+            [*tokenizer.prefix, *tokenizer.parse(prompt)], dtype=tokenizer.separator.dtype
+        )
     first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(tokenizer.separator)))
-    return np.concatenate([first, *(ids for other in others for ids in (tokenizer.separator, other))])
+    return np.concatenate(
+        [first, *(ids for other in others for ids in (tokenizer.separator, other))]
+    )
 
 
 def whole_characters(text: str) -> str:

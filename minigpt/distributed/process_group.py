@@ -15,23 +15,26 @@ from typing import Any
 
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.terminal import SRUN, TORCHRUN, rank_variables, warn
+from minigpt.utils.ranks import SRUN, TORCHRUN, launcher_sizes, rank_variables
+from minigpt.utils.terminal import warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
-PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
-RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun starts ranks again that fail
+PATIENCE = timedelta(
+    minutes=30
+)  # the same while they prepare the data, and at most while they save
+RESTARTS = (
+    os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+)  # torchrun starts ranks again that fail
 # Lightning acts on each of them, some of them when it is imported.
-_OF_RANKS = (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "JSM_NAMESPACE_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+_OF_RANKS = (
+    *TORCHRUN,
+    "NODE_RANK",
+    "GROUP_RANK",
+    "JSM_NAMESPACE_RANK",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 LOST_RANK = "a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
 _OWN_ERROR = "minigpt/error"  # key in the store of the process group
-
-
-def started_together() -> tuple[int, int] | None:
-    """Return (nodes, processes per node) that torchrun or srun started; None for a process alone."""
-    if rank_variables() != TORCHRUN:
-        return None
-    size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return (size // per_node, per_node) if size > 1 else None
 
 
 def join_ranks() -> None:
@@ -44,26 +47,41 @@ def join_ranks() -> None:
     """
     env, names = os.environ, rank_variables()
     left = [] if names else [name for name in _OF_RANKS if name in env]
-    if left not in ([], ["MASTER_PORT"]):  # of which the port alone is a choice for Lightning's ranks
+    if left not in (
+        [],
+        ["MASTER_PORT"],
+    ):  # of which the port alone is a choice for Lightning's ranks
         missing = ", ".join(name for name in TORCHRUN if name not in env)
-        warn(f"{', '.join(left)} ignored: without {missing} this is a process alone; start ranks with torchrun or srun")
+        warn(
+            f"{', '.join(left)} ignored: without {missing} this is a process alone; start ranks with torchrun or srun"
+        )
         for name in left:
             del env[name]
     for name in (*names[:5], "MASTER_PORT", "SLURM_PROCID"):  # Lightning reads the last one too
-        require(name, env.get(name, "0"), str.isdecimal, "an integer ≥ 0", "unset this environment variable")
+        require(
+            name,
+            env.get(name, "0"),
+            str.isdecimal,
+            "an integer ≥ 0",
+            "unset this environment variable",
+        )
     if names == SRUN:
         _set_as_torchrun()
-    if (started := started_together()) and not _group():
+    if (started := launcher_sizes()) and not _group():
         from torch import cuda, distributed
 
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
-            warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
+            warn(
+                "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0"
+            )
         backend = "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo"
         try:
             distributed.init_process_group(backend, timeout=START)
         except distributed.DistError as error:
             raise first_error(
-                RunError(f"not all ranks started within {START}; see their logs ({error_text(error)})")
+                RunError(
+                    f"not all ranks started within {START}; see their logs ({error_text(error)})"
+                )
             ) from error
         atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
@@ -74,7 +92,9 @@ def _set_as_torchrun() -> None:
     rank, size, local_rank, node, nodes = map(env.__getitem__, SRUN[:5])
     job, step = (int(env.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = str(15_000 + (job + 1000 * step) % 10_000)  # not that of another step
-    first = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[0]  # a7 of a[7-9],b
+    first = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[
+        0
+    ]  # a7 of a[7-9],b
     env |= {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -96,7 +116,7 @@ def own_ranks() -> Iterator[None]:
     try:
         yield
     finally:
-        if (group := _group()) and not given and not started_together():
+        if (group := _group()) and not given and not launcher_sizes():
             group.destroy_process_group()
         for name in names:
             os.environ.pop(name, None)
@@ -136,7 +156,10 @@ def first_error(error: Exception) -> Exception:
     store = group.distributed_c10d._get_default_store()
     with suppress(group.DistError):  # the process that holds the store may have ended
         if not lost:
-            store.set(_OWN_ERROR, f"rank {group.get_rank()} on host {platform.node()}: {error_text(error)}")
+            store.set(
+                _OWN_ERROR,
+                f"rank {group.get_rank()} on host {platform.node()}: {error_text(error)}",
+            )
         elif group.get_rank() == 0 and store.check([_OWN_ERROR]):
             return RunError(store.get(_OWN_ERROR).decode())
     return RunError(f"{error}; {LOST_RANK}") if lost else error
@@ -152,7 +175,9 @@ def shared_errors() -> Iterator[None]:
         raised = error
     ranks = gather_objects(raised and (platform.node(), error_text(raised), explain(raised)[1]))
     errors = [error for error in ranks if error]
-    if raised and len({text for _, text, _ in errors}) == 1 and len(errors) == len(ranks):  # the same on all
+    if (
+        raised and len({text for _, text, _ in errors}) == 1 and len(errors) == len(ranks)
+    ):  # the same on all
         raise raised
     for host, text, code in errors:
         shared = (UserError if code == UserError.exit_code else RunError)(f"host {host}: {text}")
@@ -169,4 +194,8 @@ def set_timeout(timeout: timedelta) -> None:
 def _group() -> Any:
     """Return torch.distributed if this process belongs to a process group; torch may not be imported yet."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
+    return (
+        distributed
+        if distributed and distributed.is_available() and distributed.is_initialized()
+        else None
+    )

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.distributed.muon_ranks import Replicas, Shards
-from minigpt.model import GPT
-from minigpt.optim import Muon
+from minigpt.model.gpt import GPT
+from minigpt.training.optim import Muon
 
 
 class DDP(DDPStrategy):
@@ -36,7 +36,9 @@ class DDP(DDPStrategy):
         self._ddp_kwargs["static_graph"] = model.trainer.accumulate_grad_batches == 1
         replica = super()._setup_model(model)
         if self.compress:  # the lambda passes a check that refuses gloo, which can sum bfloat16 too
-            replica.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+            replica.register_comm_hook(
+                None, lambda state, bucket: bf16_compress_hook(state, bucket)
+            )
         return replica
 
 
@@ -49,7 +51,9 @@ class FSDP(ModelParallelStrategy):
     """
 
     def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
-        super().__init__(save_distributed_checkpoint=False, **options)  # rank 0 gathers and writes it
+        super().__init__(
+            save_distributed_checkpoint=False, **options
+        )  # rank 0 gathers and writes it
         self.reshard_after_forward = reshard_after_forward
 
     def setup(self, trainer: Any) -> None:
@@ -58,9 +62,13 @@ class FSDP(ModelParallelStrategy):
 
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
-        reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision_plugin.precision)
+        reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
+            self.precision_plugin.precision
+        )
         # The sums between blocks keep their precision, as on one device.
-        mixed = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mixed = MixedPrecisionPolicy(
+            param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         policy = mixed if reduced else MixedPrecisionPolicy()
         for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
@@ -69,9 +77,15 @@ class FSDP(ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Gather the weights on rank 0; with one rank they are a copy of its shards, into which an EMA is swapped."""
         weights = super().lightning_module_state_dict()
-        return weights if self.world_size > 1 else {name: weight.clone() for name, weight in weights.items()}
+        return (
+            weights
+            if self.world_size > 1
+            else {name: weight.clone() for name, weight in weights.items()}
+        )
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load weights and optimizer state into their shards; return the rest of the checkpoint.
 
         Lightning's strategy would read our file with torch.load.
@@ -91,18 +105,28 @@ class FSDP(ModelParallelStrategy):
             weights = {name: weights[name] for name in names.values()}
             # The numbers of a checkpoint stand in the order of the groups, whatever strategy wrote it
             numbers = [number for group in state["param_groups"] for number in group["params"]]
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            name_of = {number: names[parameter] for number, parameter in zip(numbers, parameters, strict=True)}
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            name_of = {
+                number: names[parameter]
+                for number, parameter in zip(numbers, parameters, strict=True)
+            }
             groups = [
-                {**group, "params": list(map(name_of.__getitem__, group["params"]))} for group in state["param_groups"]
+                {**group, "params": list(map(name_of.__getitem__, group["params"]))}
+                for group in state["param_groups"]
             ]
             state = {
                 "state": {name_of[number]: each for number, each in state["state"].items()},
                 "param_groups": groups,
             }
-        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        options = state_dict.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=False
+        )
         state_dict.set_model_state_dict(self.model, weights, options=options)
-        state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
+        state_dict.set_optimizer_state_dict(
+            self.model, optimizer, optim_state_dict=state, options=options
+        )
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]

@@ -19,7 +19,10 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     """
     from matplotlib.figure import Figure
 
-    columns = {name: list(zip(*points, strict=True)) for name, points in read_metrics(folder / METRICS).items()}
+    columns = {
+        name: list(zip(*points, strict=True))
+        for name, points in read_metrics(folder / METRICS).items()
+    }
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     styles: dict[str, dict[str, Any]] = {
@@ -30,8 +33,18 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     for name in filter(columns.__contains__, styles):
         (rates if name == "learning_rate" else losses).plot(*columns[name], **styles[name])
     if (best := summary.get("best_val_loss")) is not None:
-        losses.plot(summary["best_step"], best, "*", color="tab:red", markersize=10, label=f"best {best:.4f}")
-    losses.set(ylabel="loss (nats per token)", title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate")
+        losses.plot(
+            summary["best_step"],
+            best,
+            "*",
+            color="tab:red",
+            markersize=10,
+            label=f"best {best:.4f}",
+        )
+    losses.set(
+        ylabel="loss (nats per token)",
+        title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate",
+    )
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

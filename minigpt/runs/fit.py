@@ -1,7 +1,7 @@
 """Continue the run that `run.py` has started: prepare the model and the Trainer, train, sample and report.
 
 This is where torch and Lightning are first imported. The Trainer is built in `trainer.py`; what it repeats is the
-`LanguageModel` of `minigpt/language_model.py`.
+`LanguageModel` of `minigpt/training/language_model.py`.
 """
 
 import platform
@@ -26,29 +26,37 @@ from minigpt.checkpoints.format import contents
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
-from minigpt.config import GPTConfig
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.process_group import first_error, gather_objects, shared_errors, started_together
-from minigpt.language_model import LanguageModel
-from minigpt.model import GPT
-from minigpt.run_config import RunConfig
+from minigpt.distributed.process_group import first_error, gather_objects, shared_errors
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.metrics import MetricsCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text, wandb_loggers
 from minigpt.runs.curves import plot_curves
-from minigpt.runs.lightning_workarounds import end_with_rank_zero, is_resume_error, unscale_before_clipping
+from minigpt.runs.lightning_workarounds import (
+    end_with_rank_zero,
+    is_resume_error,
+    unscale_before_clipping,
+)
+from minigpt.runs.run_config import RunConfig
 from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_config
+from minigpt.training.language_model import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import read_json
+from minigpt.utils.ranks import is_rank_zero, launcher_sizes
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
-from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
+from minigpt.utils.terminal import sanitize_line, warn
 
 FINAL_TOKENS = 400  # of the sample that ends a run
-FINAL_SECONDS, FINAL_SHARE = 10, 0.05  # time of what follows a training, at most; and as a share of the training
+FINAL_SECONDS, FINAL_SHARE = (
+    10,
+    0.05,
+)  # time of what follows a training, at most; and as a share of the training
 
 
 def fit(
@@ -93,9 +101,13 @@ def fit(
             )
         return done.get("best_val_loss")
     if pretrained:  # `saved` refers to `origin`
-        origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(run.data["folder"])
+        origin["init_from"] = (
+            before.get("init_from") if resume else pretrained.provenance(run.data["folder"])
+        )
     if resume:
-        origin["resumed_from"] = before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
+        origin["resumed_from"] = (
+            before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
+        )
     save_config(folder, composed, overrides)
     reached = run_dir.previous_summary(folder)  # which is removed now
     run_dir.truncate_logs(folder, step)
@@ -105,9 +117,14 @@ def fit(
         "tokenizer": corpus.tokenizer.to_dict()["name"],
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
-        "validated": corpus.validated_part(config.block_size, run.data["eval_batch_size"], run.eval_batches),
+        "validated": corpus.validated_part(
+            config.block_size, run.data["eval_batch_size"], run.eval_batches
+        ),
     }
-    if run.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
+    if (
+        run.minutes is not None
+        and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]
+    ):
         described["expected_val_loss"] = plan["expected_val_loss"]
 
     metrics, state = MetricsCallback(run, config.block_size, started=started), ResumeState(saved)
@@ -115,7 +132,9 @@ def fit(
     with shared_errors():
         model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
         model.checkpoint_blocks = run.checkpoint_blocks
-        make_optimizer, schedule = (partial_from_config(key, getattr(run, key)) for key in ("optimizer", "schedule"))
+        make_optimizer, schedule = (
+            partial_from_config(key, getattr(run, key)) for key in ("optimizer", "schedule")
+        )
         module = LanguageModel(
             model,
             optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
@@ -124,14 +143,22 @@ def fit(
             compile=run.compile,
         )
         trainer = build_trainer(run, folder, state, metrics)
-        trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
+        trainer.precision_plugin.convert_module(
+            module
+        )  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
 
-    outcome: dict[str, Any] = {"status": "interrupted", "reason": "", "stopped_early": False}  # until the training ends
+    outcome: dict[str, Any] = {
+        "status": "interrupted",
+        "reason": "",
+        "stopped_early": False,
+    }  # until the training ends
     exit_code = 0
     try:
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # hide what a killed run logged after the checkpoint
+            if isinstance(
+                logger, TensorBoardLogger
+            ):  # hide what a killed run logged after the checkpoint
                 logger._kwargs["purge_step"] = step + 1
             logger.log_hyperparams(settings)
         with end_with_rank_zero(trainer.strategy.launcher):
@@ -147,12 +174,18 @@ def fit(
                     run,
                     max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
                 )
-    except (Interrupted, KeyboardInterrupt, SystemExit) as error:  # SystemExit: submitit has requeued the job
+    except (
+        Interrupted,
+        KeyboardInterrupt,
+        SystemExit,
+    ) as error:  # SystemExit: submitit has requeued the job
         exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
         raise
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
-            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
+            error = UserError(
+                f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})"
+            )
         error = first_error(error)
         outcome |= {"status": "failed", "reason": error_text(error)}
         exit_code = explain(error)[1]
@@ -183,11 +216,19 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if not type(callback).__module__.startswith("minigpt.")
         ]
-        messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
-        message = next(filter(None, messages), f"ended by a callback: {', '.join(others)}").partition(" Signaling")[0]
+        messages = [
+            callback.stopping_reason_message for callback in trainer.early_stopping_callbacks
+        ]
+        message = next(
+            filter(None, messages), f"ended by a callback: {', '.join(others)}"
+        ).partition(" Signaling")[0]
         reason = f"stopped early at step {step} of {max_steps}: {message}"
     paused = not reason and trainer.max_steps <= step < max_steps
-    return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
+    return {
+        "status": "paused" if paused else "completed",
+        "reason": reason,
+        "stopped_early": reason != "",
+    }
 
 
 def find_checkpoint_of_ranks(
@@ -201,13 +242,15 @@ def find_checkpoint_of_ranks(
             run_dir.append_log(folder, sanitize_line(f"warning: {message}"))
 
     with shared_errors():
-        if started_together() is None or is_rank_zero():  # Lightning's own processes all search
+        if launcher_sizes() is None or is_rank_zero():  # Lightning's own processes all search
             path, step, before, changed = find_resumed(run.resume, folder, saved, warn_and_log)
             done = None
             if run.resume == "auto" and path:
                 done = run_dir.completed_summary(folder, step, run.max_steps, changed=changed)
             if done and done.get("checkpoint") and not (folder / BEST).exists():
-                warn(f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing")
+                warn(
+                    f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing"
+                )
             found = path, step, before, done
     return gather_objects(found)[0]
 
@@ -219,15 +262,23 @@ def sample_best(
 
     Both end after so many seconds, but for a model whose sharded weights all ranks gather together.
     """
-    if trainer.checkpoint_callback and not trainer.is_global_zero:  # with none, all ranks gather weights
+    if (
+        trainer.checkpoint_callback and not trainer.is_global_zero
+    ):  # with none, all ranks gather weights
         return "", None
     folder = Path(trainer.default_root_dir)
     best = folder / BEST
-    model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
+    model = (
+        load_checkpoint(best, device=trainer.strategy.root_device)[0]
+        if best.exists()
+        else module.model
+    )
     compares = run.originality is not None and best.exists()
     if trainer.is_global_zero:
         what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
-        run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s")
+        run_dir.append_log(
+            folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s"
+        )
     end = time.perf_counter() + seconds
     sample = sample_text(
         model,
@@ -252,7 +303,11 @@ def sample_best(
 
 
 def write_results(
-    trainer: L.Trainer, module: LanguageModel, metrics: MetricsCallback, summary: dict[str, Any], exit_code: int
+    trainer: L.Trainer,
+    module: LanguageModel,
+    metrics: MetricsCallback,
+    summary: dict[str, Any],
+    exit_code: int,
 ) -> dict[str, Any]:
     """Write the summary of a run that has something to show, then its curves, on rank 0; finish its W&B run.
 
@@ -279,7 +334,10 @@ def write_results(
 
 def provenance() -> dict[str, Any]:
     """Return the provenance of a run: command, host, versions and git commit."""
-    command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
+    command, described = (
+        ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+        None,
+    )
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
             described = subprocess.run(

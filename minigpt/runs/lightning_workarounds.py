@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from minigpt.utils.errors import require
-from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero
+from minigpt.utils.ranks import RANK_ZERO_PID, is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h
@@ -33,7 +33,9 @@ def fast_imports() -> Iterator[None]:
     gc.disable()
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
-        optional.available = False  # torchmetrics would import transformers and matplotlib, for metrics of no run
+        optional.available = (
+            False  # torchmetrics would import transformers and matplotlib, for metrics of no run
+        )
         scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # and scipy.signal
         try:
             import_module("torchmetrics")
@@ -78,7 +80,9 @@ def number_by_step(trainer: Any) -> None:
     """Number what callbacks log by optimizer step, as the other metrics; Lightning counts from 0, or batches."""
     log = trainer._logger_connector.log_metrics
     trainer._logger_connector.log_metrics = lambda metrics, step=None: log(
-        {name: value for name, value in metrics.items() if name != "step"},  # with which a callback would set it
+        {
+            name: value for name, value in metrics.items() if name != "step"
+        },  # with which a callback would set it
         trainer.global_step,
     )
 
@@ -124,9 +128,13 @@ def end_with_rank_zero(launcher: Any) -> Iterator[None]:
             processes.pop().kill()
         raise
     finally:
-        getattr(launcher, "procs", []).clear()  # or Lightning kills this process when one of them fails
+        getattr(
+            launcher, "procs", []
+        ).clear()  # or Lightning kills this process when one of them fails
         if is_rank_zero():
-            os.environ.pop(RANK_ZERO_PID, None)  # other processes that start from here are not ranks
+            os.environ.pop(
+                RANK_ZERO_PID, None
+            )  # other processes that start from here are not ranks
 
 
 def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) -> None:

@@ -75,7 +75,13 @@ def _write_rows(file: Path, names: Collection[str], rows: Iterable[Mapping[str, 
 def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
     """Return the step and the metrics of a row; None if the row is damaged."""
     try:
-        metrics = {name: float(value) for name, value in row.items() if name != "step" and value != ""}
+        metrics = {
+            name: float(value) for name, value in row.items() if name != "step" and value != ""
+        }
         return (int(row["step"]), metrics) if metrics else None
-    except (KeyError, TypeError, ValueError):  # a row that is too short or too long has None as a value or a name
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # a row that is too short or too long has None as a value or a name
         return None

@@ -9,25 +9,40 @@ from typing import Any
 
 from minigpt.checkpoints.find import follow_latest
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
-from minigpt.run_config import LITERAL_TEXTS, escape_references
+from minigpt.runs.run_config import LITERAL_TEXTS, escape_references
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import written_as
 from minigpt.utils.scripts import ROOT
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 # Keys whose values are taken literally, not in Hydra's syntax; in a sweep, commas separate several of the first.
-_PATHS = ("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "init_from", "resume")
+_PATHS = (
+    "data.path",
+    "data.val_path",
+    "data.train_bin",
+    "data.val_bin",
+    "data.folder",
+    "init_from",
+    "resume",
+)
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
 _TEXTS = (
     *LITERAL_TEXTS,
     *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity", "id")),
 )
 # What an override such as ~logger or logger=null stands for; the other groups always have a choice.
-_WITHOUT = {"callbacks": "callbacks=none", "logger": "logger=none", "experiment": "~experiment", "debug": "~debug"}
+_WITHOUT = {
+    "callbacks": "callbacks=none",
+    "logger": "logger=none",
+    "experiment": "~experiment",
+    "debug": "~debug",
+}
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 
 
-def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
+def complete_overrides(
+    overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")
+) -> list[str]:
     """Return the overrides of a run as Hydra takes them, with the groups that other settings select.
 
     These are `init_from=`, `minutes=` and `data.train_bin=`.
@@ -37,20 +52,32 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     """
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
     complete = [_checked(literal(override, sweeps)) for override in overrides]
-    given = {key: value for key, _, value in (override.partition("=") for override in complete) if value[:1] != "{"}
+    given = {
+        key: value
+        for key, _, value in (override.partition("=") for override in complete)
+        if value[:1] != "{"
+    }
     if is_set(given, "minutes"):
         for key in ("experiment", "init_from"):
             if is_set(given, key):
-                raise UserError(f"minutes plans a new model, but {key}={given[key]} sets one; remove one of the two")
-        complete += [f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given]
+                raise UserError(
+                    f"minutes plans a new model, but {key}={given[key]} sets one; remove one of the two"
+                )
+        complete += [
+            f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given
+        ]
     if is_set(given, "init_from"):
         complete += [f"{group}=pretrained" for group in groups if group not in given]
         settable = [f"model.{name}" for name in SETTABLE]
         fixed = [name for name in given if name.startswith("model.") and name not in settable]
         if fixed and "model" not in given:
-            raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
+            raise UserError(
+                f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set"
+            )
         if "model" in groups and "experiment" not in given:
-            complete += _finetuning(given, has_warmup=any("warmup_steps" in override for override in complete))
+            complete += _finetuning(
+                given, has_warmup=any("warmup_steps" in override for override in complete)
+            )
     elif is_set(given, "data.train_bin") and "tokenizer" not in given:
         complete.append("tokenizer=prepared")
     # Flags and their values first: Hydra takes overrides in one place only.
@@ -66,11 +93,15 @@ def _finetuning(given: Mapping[str, str], *, has_warmup: bool) -> list[str]:
     source, run = (given.get(key, "").strip("'\"") for key in ("init_from", "hydra.run.dir"))
     known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
     low_rate, no_warmup = "optimizer=adamw_finetune", "schedule.warmup_steps=0"
-    possible = ([] if "optimizer" in given else [low_rate]) + ([no_warmup] if known and not has_warmup else [])
+    possible = ([] if "optimizer" in given else [low_rate]) + (
+        [no_warmup] if known and not has_warmup else []
+    )
     if run and (recorded := Path(run, ".hydra/overrides.yaml")).exists():
         began_with = recorded.read_text("utf-8").splitlines()
         return [override for override in possible if f"- {override}" in began_with]
-    is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not os.path.exists(source)
+    is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not os.path.exists(
+        source
+    )
     is_huggingface = is_id or Path(source, "config.json").is_file()
     return [override for override in possible if is_huggingface or override != low_rate]
 
@@ -92,7 +123,9 @@ def _checked(override: str) -> str:
         return override
     choices = sorted(file.stem for file in (ROOT / "configs" / group).glob("*.yaml"))
     if choices and group not in _WITHOUT:
-        raise UserError(f"{override} leaves a run without {group}; write {group}= with one of {', '.join(choices)}")
+        raise UserError(
+            f"{override} leaves a run without {group}; write {group}= with one of {', '.join(choices)}"
+        )
     return _WITHOUT.get(group, override)
 
 
@@ -115,7 +148,9 @@ def literal(override: str, sweeps: bool) -> str:
         override = re.sub(r"([\[,]\s*)~/", lambda found: f"{found[1]}{Path.home()}/", override)
     if name not in (*_PATHS, *_FOLDERS, *_TEXTS) or value.lower() in ("", "null"):
         return override
-    may_be_list = name in _PATHS and not os.path.exists(value)  # unlike Path.exists, no error if it is too long
+    may_be_list = name in _PATHS and not os.path.exists(
+        value
+    )  # unlike Path.exists, no error if it is too long
     several = may_be_list and sweeps
     values = re.split(r"\s*,\s*", value) if several else [value]
     if value[0] in "'\"" or (may_be_list and re.match(r"\[|choice\(", value)):  # in Hydra's syntax
@@ -131,7 +166,10 @@ def literal(override: str, sweeps: bool) -> str:
     if name in ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir"):
         values = [follow_latest(path) for path in values]
     if name in ("resume", "init_from"):
-        values = [str(path.resolve() if path.resolve() != path.absolute() else path) for path in map(Path, values)]
+        values = [
+            str(path.resolve() if path.resolve() != path.absolute() else path)
+            for path in map(Path, values)
+        ]
     as_given = re.compile(r"null|'.*'|\".*\"" if several else "")
     return f"{key}={','.join(each if as_given.fullmatch(each) else quote_path(each) for each in values)}"
 

@@ -1,6 +1,6 @@
 """Start one training run: compose and check its configuration, lock its folder, load its text and architecture.
 
-`fit.py` continues from there, down to `trainer.py` and `minigpt/language_model.py`. It is a module of its own because
+`fit.py` continues from there, down to `trainer.py` and `minigpt/training/language_model.py`. It is a module of its own because
 it imports torch and Lightning, and errors of the configuration are raised before that.
 """
 
@@ -24,7 +24,6 @@ from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.basecontainer import BaseContainer
 
-from minigpt.config import GPTConfig
 from minigpt.distributed.process_group import (
     PATIENCE,
     gather_objects,
@@ -33,17 +32,19 @@ from minigpt.distributed.process_group import (
     set_timeout,
     shared_errors,
 )
-from minigpt.run_config import RunConfig, check_hydra, use_outside_values
+from minigpt.model.config import GPTConfig
 from minigpt.runs import run_dir
 from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
 from minigpt.runs.overrides import SETTABLE, complete_overrides, quote_override
+from minigpt.runs.run_config import RunConfig, check_hydra, use_outside_values
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
+from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import search_path
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import escape_unencodable, is_rank_zero, notebook, sanitize_line
+from minigpt.utils.terminal import escape_unencodable, notebook, sanitize_line
 
 if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
@@ -69,7 +70,9 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
         or isinstance(overrides, str)
         or not all(isinstance(each, str) and each[:1] != "-" for each in overrides)
     ):
-        raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
+        raise UserError(
+            f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}'
+        )
     try:
         # A program without a console has no streams, and a notebook shows stderr in red.
         with (
@@ -89,7 +92,9 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
                 return train_composed(cfg, overrides)
     except BaseException as error:
         # A notebook keeps the frames of the last error, and with them the model.
-        if notebook() and (hasattr(error, "_render_traceback_") or "OutOfMemory" in type(error).__name__):
+        if notebook() and (
+            hasattr(error, "_render_traceback_") or "OutOfMemory" in type(error).__name__
+        ):
             traceback.clear_frames(error.__traceback__)
         if explain(error)[1] != 2 or isinstance(error, UserError):
             raise
@@ -108,7 +113,11 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    train_in(folder, cfg, [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"])
+    train_in(
+        folder,
+        cfg,
+        [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"],
+    )
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
 
@@ -131,7 +140,11 @@ def own_hydra() -> Iterator[None]:
 
 
 def train_in(
-    folder: Path, cfg: DictConfig, overrides: Sequence[str] = (), *, resume_command: str | None = None
+    folder: Path,
+    cfg: DictConfig,
+    overrides: Sequence[str] = (),
+    *,
+    resume_command: str | None = None,
 ) -> float | None:
     """Lock a run folder, train in it, and return the best validation loss, nats per token.
 
@@ -159,18 +172,27 @@ def train_in(
                 use_outside_values(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
             with fast_imports():
-                from minigpt.cpu_threads import cpu_threads
                 from minigpt.runs.fit import fit
+                from minigpt.training.cpu_threads import cpu_threads
             if overrides:
                 start_ranks_with(overrides, OmegaConf.to_yaml(cfg), stack)
             with cpu_threads(run.threads):
-                return fit(run, folder, *parts, composed=OmegaConf.to_yaml(cfg), overrides=task, started=started)
+                return fit(
+                    run,
+                    folder,
+                    *parts,
+                    composed=OmegaConf.to_yaml(cfg),
+                    overrides=task,
+                    started=started,
+                )
         except (Interrupted, KeyboardInterrupt):
             if (
                 (overrides or resume_command)
                 and is_rank_zero()
                 and (folder / "checkpoints").is_dir()
-                and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)  # lacks only its final sample
+                and not run_dir.completed_summary(
+                    folder, cfg.max_steps, cfg.max_steps
+                )  # lacks only its final sample
             ):
                 print(
                     "resume with:",
@@ -254,6 +276,8 @@ def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
 
 def _find_own_modules(cfg: DictConfig) -> None:
     """Let modules of the working folder be imported if a `_target_` names one that is not installed."""
-    packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()  # __main__ has no spec
+    packages = {
+        *re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
+    } - sys.modules.keys()  # __main__ has no spec
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())

@@ -19,18 +19,38 @@ from minigpt.distributed.process_group import RESTARTS, gather_objects
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
+from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import INSTALLED, ROOT, shell_join, usage
-from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line
+from minigpt.utils.terminal import escape_control_chars, sanitize_line
 
-METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
+METRICS, CURVES, SAMPLES, SUMMARY, LOG = (
+    "metrics.csv",
+    "curves.png",
+    "samples.txt",
+    "summary.json",
+    "log.txt",
+)
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 LOCK = ".lock"
-_WRITTEN = {".hydra", "checkpoints", METRICS, SUMMARY, CURVES, SAMPLES, LOG, RUN_PLAN, "attention", "wandb"}  # by a run
+_WRITTEN = {
+    ".hydra",
+    "checkpoints",
+    METRICS,
+    SUMMARY,
+    CURVES,
+    SAMPLES,
+    LOG,
+    RUN_PLAN,
+    "attention",
+    "wandb",
+}  # by a run
 _missing: list[Path] = []  # folders that were, each before its parents
 ORIGINALITY_HEADER = "── originality ──"
 # The header of a sample, of the table at the end of a run, or one that a full disk cut off
-_HEADER = re.compile(rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)")
+_HEADER = re.compile(
+    rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)"
+)
 
 
 def make_folder(settings: DictConfig) -> Path:
@@ -90,13 +110,19 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         try:
             _check_unused(folder, before, resume)
             # Left by killed runs, also by safetensors
-            for pattern in (f".*.{PARTIAL}", f"checkpoints/**/.*.{PARTIAL}", "checkpoints/**/.tmp??????"):
+            for pattern in (
+                f".*.{PARTIAL}",
+                f"checkpoints/**/.*.{PARTIAL}",
+                "checkpoints/**/.tmp??????",
+            ):
                 for partial in real.glob(pattern):
                     partial.unlink(missing_ok=True)
             yield
         finally:
             written = {entry.name for entry in real.iterdir()} - before
-            checkpoints = [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]  # snapshot of step 0
+            checkpoints = (
+                [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]
+            )  # snapshot of step 0
             if written <= {".hydra", LOCK, RUN_PLAN, LOG, *checkpoints}:
                 for path in (real / name for name in written):
                     with suppress(OSError):  # Windows keeps a file that is open
@@ -142,7 +168,9 @@ def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
     held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
     if held and not (resume and is_run):
         what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"
-        raise UserError(f"{folder} already holds {what} choose another folder with hydra.run.dir=…, or remove it")
+        raise UserError(
+            f"{folder} already holds {what} choose another folder with hydra.run.dir=…, or remove it"
+        )
 
 
 def is_locked(folder: Path) -> bool:
@@ -174,7 +202,9 @@ def append_log(folder: Path, line: str, *, show: bool = True) -> None:
     if show:
         print(line, file=sys.stderr, flush=True)
     with suppress(OSError), open(folder / LOG, "a", encoding="utf-8") as file:
-        if not (show and os.path.samestat(os.fstat(file.fileno()), os.fstat(2))):  # stderr of a sweep's job is log.txt
+        if not (
+            show and os.path.samestat(os.fstat(file.fileno()), os.fstat(2))
+        ):  # stderr of a sweep's job is log.txt
             file.write(f"{line}\n")
 
 
@@ -187,7 +217,11 @@ def truncate_logs(folder: Path, step: int) -> None:
         truncate_metrics(metrics, step)
     if (samples := folder / SAMPLES).exists():
         text = samples.read_text(encoding="utf-8", errors="replace")
-        later = (header.start() for header in _HEADER.finditer(text) if header[1] is None or int(header[1]) > step)
+        later = (
+            header.start()
+            for header in _HEADER.finditer(text)
+            if header[1] is None or int(header[1]) > step
+        )
         with atomic_write(samples) as partial:
             partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
 
@@ -226,7 +260,9 @@ def write_failure(folder: Path, reason: str) -> None:
     write_summary(folder, {**previous_summary(folder), "status": "failed", "reason": reason})
 
 
-def completed_summary(folder: Path, step: int, max_steps: int, *, changed: bool = False) -> dict[str, Any] | None:
+def completed_summary(
+    folder: Path, step: int, max_steps: int, *, changed: bool = False
+) -> dict[str, Any] | None:
     """Return the summary of a completed run whose last checkpoint is of `step`; None if it can resume.
 
     A run that stopped early can resume if its settings are `changed`.
@@ -248,14 +284,26 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
     if summary["stopped_early"]:
         print(sanitize_line(summary["reason"]))
     if summary["best_val_loss"] is not None:
-        part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
-        print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
+        part = (
+            ""
+            if summary["eval_batches"] is None
+            else f", on {summary['eval_batches']} batches of the split"
+        )
+        print(
+            f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}"
+        )
         if compared := summary.get("originality"):
-            generated, validation = (compared[name]["longest"] for name in ("generated_text", "validation_text"))
-            print(f"longest copy     {generated:,} characters, {validation:,} in the validation text")
+            generated, validation = (
+                compared[name]["longest"] for name in ("generated_text", "validation_text")
+            )
+            print(
+                f"longest copy     {generated:,} characters, {validation:,} in the validation text"
+            )
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
-            print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")
+            print(
+                f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}"
+            )
     run = sanitize_line(str(short_path(folder)))
     print(
         f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s\n"
@@ -264,7 +312,9 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
     )
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
         print(f"best checkpoint  {run}/{summary['checkpoint']}")
-        print(f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}")
+        print(
+            f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}"
+        )
 
 
 def short_path(path: Path) -> Path:

@@ -23,19 +23,19 @@ from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
-from minigpt.device import training_precision
-from minigpt.distributed.process_group import started_together
 from minigpt.distributed.strategies import DDP
-from minigpt.run_config import Node, RunConfig
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.callbacks.resume_state import EMACallback
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.runs.lightning_workarounds import number_by_step, set_up_process
 from minigpt.runs.metrics_csv import append_metrics
+from minigpt.runs.run_config import Node, RunConfig
 from minigpt.runs.run_dir import METRICS
+from minigpt.training.precision import training_precision
 from minigpt.utils.cli import IMPORTED_FROM
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.terminal import TORCHRUN, rank_variables, warn
+from minigpt.utils.ranks import TORCHRUN, launcher_sizes, rank_variables
+from minigpt.utils.terminal import warn
 
 
 def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
@@ -54,7 +54,7 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         GracefulShutdown(sync_every=run.log_every),
     )
     options = _instantiate("trainer", run.trainer)
-    if started := started_together():
+    if started := launcher_sizes():
         options["num_nodes"], per_node = started
         if options["devices"] in (1, "auto"):
             options["devices"] = per_node
@@ -77,7 +77,8 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             **options,
             max_steps=run.pause_at or run.max_steps,
             max_epochs=-1,
-            val_check_interval=min(run.eval_every, run.max_steps) * run.trainer["accumulate_grad_batches"],
+            val_check_interval=min(run.eval_every, run.max_steps)
+            * run.trainer["accumulate_grad_batches"],
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
@@ -94,10 +95,15 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
     number_by_step(trainer)
-    rank_zero_only.__dict__["rank"] = trainer.global_rank  # set at the import, by any variable of ranks
+    rank_zero_only.__dict__["rank"] = (
+        trainer.global_rank
+    )  # set at the import, by any variable of ranks
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
-    trainer.loggers = [*trainer.loggers, *instantiate_group("logger", run.logger)]  # W&B starts a run
+    trainer.loggers = [
+        *trainer.loggers,
+        *instantiate_group("logger", run.logger),
+    ]  # W&B starts a run
     return trainer
 
 
@@ -109,7 +115,9 @@ def instantiate_group(name: str, group: Node) -> list[Any]:
 def _instantiate(name: str, group: Node) -> Any:
     """Instantiate the nodes of a group, whose references are resolved: a `${…}` that is left is a text."""
     # Hydra resolves twice, and each time halves the backslashes before a `${`.
-    literal = tree_map_only(str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group})
+    literal = tree_map_only(
+        str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group}
+    )
     return instantiate(OmegaConf.create(literal), _convert_="all")[name]
 
 
@@ -117,12 +125,16 @@ def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any
     """Bind the values of a config group to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
     values = dict(node)
     target = values.pop("_target_")
-    known = {"max_steps": 1} if name == "schedule" else {}  # which the caller passes, after a model or a step
+    known = (
+        {"max_steps": 1} if name == "schedule" else {}
+    )  # which the caller passes, after a model or a step
     try:
         function = resolve_name(target)
         signature(function).bind(None, **known, **values)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UserError(f"{name}._target_={target}: {error}; {IMPORTED_FROM}, arguments from {name}.…") from error
+        raise UserError(
+            f"{name}._target_={target}: {error}; {IMPORTED_FROM}, arguments from {name}.…"
+        ) from error
     return partial(function, **values)
 
 
@@ -138,7 +150,12 @@ class TokenDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         run, n = self.run, self.trainer.world_size
-        require("data.batch_size", run.data["batch_size"], lambda size: size >= n, f"≥ {n}, the number of processes")
+        require(
+            "data.batch_size",
+            run.data["batch_size"],
+            lambda size: size >= n,
+            f"≥ {n}, the number of processes",
+        )
         return Batches(
             self.corpus.tokens("train"),
             WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
@@ -169,7 +186,9 @@ class TokenDataModule(L.LightningDataModule):
 class MetricsCSV(Logger):
     """Append metrics to `metrics.csv`. Lightning's CSVLogger removes the file of a run that resumes."""
 
-    name = version = save_dir = ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
+    name = version = save_dir = (
+        ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
+    )
 
     def __init__(self, folder: Path) -> None:
         self.save_dir = str(folder)
@@ -185,7 +204,9 @@ class MetricsCSV(Logger):
 class CheckpointIO(TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
         write(checkpoint, Path(path), keeps_previous=True)
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.utils.checks import one_of, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import shell_quote
 from minigpt.utils.signals import REQUEUE_EXIT_CODE
-from minigpt.utils.terminal import is_rank_zero, log, warn
+from minigpt.utils.terminal import log, warn
 
 _FOLDER = "wandb/folder.txt"  # the path of the run folder, to which the id of the run belongs
 # Arguments of wandb.init that are set here, or that would make a run other than that of the folder.
@@ -55,7 +56,10 @@ class Wandb(WandbLogger):
                 self.experiment.mark_preempting()
             self.experiment.finish(exit_code)
         # Else wandb would connect to its client at exit. A run of the user would end, too.
-        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= {None, self.experiment}:
+        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= {
+            None,
+            self.experiment,
+        }:
             with suppress(Exception):
                 wandb.teardown()
 
@@ -66,7 +70,9 @@ class Wandb(WandbLogger):
             yield
         except Exception as error:  # its type depends on how the client ended
             if not self.lost:
-                warn(f"Weights & Biases is lost ({error_text(error)}); metrics.csv holds all metrics")
+                warn(
+                    f"Weights & Biases is lost ({error_text(error)}); metrics.csv holds all metrics"
+                )
             self.lost = True
 
 
@@ -82,7 +88,9 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     """
     if not is_rank_zero():
         return None
-    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+    for name in [
+        name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
+    ]:
         del os.environ[name]  # W&B would take an empty variable for a value
     known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
@@ -144,12 +152,16 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
     )
     settings.update_from_settings(session)
     # The key would replace that of a login of the user.
-    settings.update_from_env_vars({name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"})
+    settings.update_from_env_vars(
+        {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    )
     is_taken = active and active.id == settings.run_id  # that of WANDB_RUN_ID
     settings.update_from_dict(  # without those that are None
         {
             "mode": options.pop("mode", None),
-            "run_id": str(options.pop("id", None) or (token_hex(4) if is_taken else settings.run_id)),
+            "run_id": str(
+                options.pop("id", None) or (token_hex(4) if is_taken else settings.run_id)
+            ),
             "run_tags": options.pop("tags", None),
             "init_timeout": 0.3 * timeout,
             "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
@@ -160,7 +172,11 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
         }
     )
     if sweep:
-        settings.run_tags = (*(settings.run_tags or ()), "sweep", *(("summary",) if sweep == folder else ()))
+        settings.run_tags = (
+            *(settings.run_tags or ()),
+            "sweep",
+            *(("summary",) if sweep == folder else ()),
+        )
     return settings
 
 
@@ -171,7 +187,10 @@ def _own_id(folder: Path) -> str | None:
     because they belong to the original.
     """
     # In the order of their start
-    parts = sorted(folder.glob("wandb/*run-*/run-*.wandb"), key=lambda part: part.parent.name.removeprefix("offline-"))
+    parts = sorted(
+        folder.glob("wandb/*run-*/run-*.wandb"),
+        key=lambda part: part.parent.name.removeprefix("offline-"),
+    )
     run_id = parts[-1].stem.removeprefix("run-") if parts else None
     record = folder / _FOLDER
     original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
@@ -187,7 +206,9 @@ def _own_id(folder: Path) -> str | None:
 
 def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
     """Start a W&B run; offline if no server answers, or if the key is wrong."""
-    wandb.termsetup(settings, None)  # silent, but only here; the variable would silence runs of the user
+    wandb.termsetup(
+        settings, None
+    )  # silent, but only here; the variable would silence runs of the user
     try:
         return wandb.init(settings=settings, **options)
     except wandb.errors.Error:

@@ -43,7 +43,11 @@ def answer(rows: Sequence[Row]) -> list[str]:
 
 def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:
     best = complete[0]
-    of = "Of the rows whose runs all completed, the" if any(row.provisional and row.losses for row in rows) else "The"
+    of = (
+        "Of the rows whose runs all completed, the"
+        if any(row.provisional and row.losses for row in rows)
+        else "The"
+    )
     seeds = f"{best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'}"
     return f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} ({seeds})."
 
@@ -55,7 +59,11 @@ def _others(rows: Sequence[Row]) -> str:
         return "All other rows are worse." if n > 1 else "The other row is worse."
     flops, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
     most = best.mean_of("flops") or 0.0
-    cheaper = f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs" if flops < 0.9 * most else ""
+    cheaper = (
+        f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs"
+        if flops < 0.9 * most
+        else ""
+    )
     if len(tied) == n:
         others = "differences of the other rows are" if n > 1 else "difference of the other row is"
         return f"The {others} within the noise{cheaper}."
@@ -69,7 +77,9 @@ def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Ro
     for name in complete[0].short_names:
         values = list(dict.fromkeys(row.value(name) for row in complete))
         if len(values) > 1:
-            levels[name] = sorted(values, key=float) if len(numbers(complete, name)) == len(values) else values
+            levels[name] = (
+                sorted(values, key=float) if len(numbers(complete, name)) == len(values) else values
+            )
     if len(complete) != prod(map(len, levels.values())):
         return ["The grid is incomplete, so the effects of single settings are not estimated."]
     effects = [_effect(name, levels, complete, comparison, rows) for name in levels]
@@ -77,16 +87,25 @@ def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Ro
 
 
 def _effect(
-    name: str, levels: Mapping[str, Sequence[str]], complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]
+    name: str,
+    levels: Mapping[str, Sequence[str]],
+    complete: Sequence[Row],
+    comparison: Comparison,
+    rows: Sequence[Row],
 ) -> tuple[float, str]:
     """Describe a setting by the mean losses of its values, and list the exceptions; return its effect, too."""
     short, values, n = complete[0].short_names[name], levels[name], len(levels[name])
     on_average = " on average" if len(levels) > 1 else ""
-    member = np.array([[row.value(name) == value for row in complete] for value in values], dtype=float)  # (values, R)
+    member = np.array(
+        [[row.value(name) == value for row in complete] for value in values], dtype=float
+    )  # (values, R)
     weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]
-    worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(levels))
+    worse_by, margin = (
+        contrasts @ comparison.means,
+        comparison.margin(contrasts, n, FAMILY_ERROR / len(levels)),
+    )
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
     usual = values[best] if worse else None
     places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
@@ -97,9 +116,16 @@ def _effect(
             f"by {worse_by[near]:.4f} ± {margin[near]:.4f}{on_average}"
         )
         if len(worse) == n - 1 and len(numbers(complete, name)) == n:
-            tried, value = numbers(rows, name), float(values[best])  # tried: also by runs that are not compared
+            tried, value = (
+                numbers(rows, name),
+                float(values[best]),
+            )  # tried: also by runs that are not compared
             ends = {tried[-1]: "largest"} | ({} if value in (0, 1) else {tried[0]: "smallest"})
-            text += f"; it is the {ends[value]} value, so the best may lie beyond" if value in ends else ""
+            text += (
+                f"; it is the {ends[value]} value, so the best may lie beyond"
+                if value in ends
+                else ""
+            )
         text += f"; but {_some(places)}" if places else ""
     elif places:
         text = f"{short} matters, but no effect on average is found: {_some(places)}"
@@ -112,7 +138,9 @@ def _effect(
     return float(worse_by.max()), f"{text}."
 
 
-def _exceptions(name: str, best: str | None, rows: Sequence[Row], comparison: Comparison) -> list[str]:
+def _exceptions(
+    name: str, best: str | None, rows: Sequence[Row], comparison: Comparison
+) -> list[str]:
     """List the values of the other settings at which one has an effect or, given its best, another value is better."""
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
@@ -121,7 +149,10 @@ def _exceptions(name: str, best: str | None, rows: Sequence[Row], comparison: Co
     for where, of in places.items():
         low = min(of, key=means.__getitem__)
         usual = next((i for i in of if rows[i].value(name) == best), max(of, key=means.__getitem__))
-        worse_by, margin = means[usual] - means[low], comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
+        worse_by, margin = (
+            means[usual] - means[low],
+            comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0],
+        )
         if worse_by > margin:
             pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
@@ -160,7 +191,11 @@ def _later_loss(row: Row) -> float:
 
 def _equal_time(points: Sequence[Point]) -> Iterator[str]:
     """Yield how many steps the rows have that `minutes=` planned."""
-    steps = [point.totals["steps"] for point in points if point.status == COMPLETED and point.settings.get("minutes")]
+    steps = [
+        point.totals["steps"]
+        for point in points
+        if point.status == COMPLETED and point.settings.get("minutes")
+    ]
     if steps:
         n = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps))))
         yield f"minutes= planned {n} steps: rows are compared at equal time."
@@ -194,7 +229,9 @@ def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
     first = rows[0].points[0].seed
     seeds = ",".join(str(int(first) + i) for i in range(_SEEDS)) if first.isdecimal() else "1,2,3"
     if text := _extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
-        existing = sum(all(row.value(name) in each for name, each in values.items()) for row in rows)
+        existing = sum(
+            all(row.value(name) in each for name, each in values.items()) for row in rows
+        )
         runs = _SEEDS * prod(map(len, values.values())) - existing
         yield f"Add two seeds to the best rows ({runs} runs): {text}"
 
@@ -203,12 +240,18 @@ def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
     """Return the command that adds points to the grid of the rows; empty for other runs."""
     folder, *others = {point.folder.parent for row in rows for point in row.points}
     given = rows[0].points[0].overrides
-    settings = {name: values.get(name.lstrip("+"), value) for name, value in given.items()} | {"seed": seeds}
-    ordered = any("#" in name or "{" in value for name, value in settings.items())  # else their order has no effect
+    settings = {name: values.get(name.lstrip("+"), value) for name, value in given.items()} | {
+        "seed": seeds
+    }
+    ordered = any(
+        "#" in name or "{" in value for name, value in settings.items()
+    )  # else their order has no effect
     if others or ordered or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
         return ""
     line = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
-    return command("train", "-m", *line, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto")
+    return command(
+        "train", "-m", *line, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto"
+    )
 
 
 def _some(parts: Sequence[str]) -> str:

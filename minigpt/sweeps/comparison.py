@@ -54,10 +54,14 @@ class Comparison:
             n: number of means among which all differences are compared.
         """
         variances = np.sum(contrasts @ self.covariance * contrasts, axis=1)  # (K,)
-        tukey = _range_quantile(error, n, self.freedom) * self.noise * np.sqrt(variances.clip(0) / 2)
+        tukey = (
+            _range_quantile(error, n, self.freedom) * self.noise * np.sqrt(variances.clip(0) / 2)
+        )
         own = contrasts**2 * self.own_variances  # (K, R)
         freedom = own.sum(1) ** 2 / np.maximum(np.sum(own**2 / self.own_freedoms, axis=1), 1e-300)
-        return np.maximum(tukey, scipy.stats.t.ppf(1 - error, np.maximum(freedom, 1)) * np.sqrt(own.sum(1)))
+        return np.maximum(
+            tukey, scipy.stats.t.ppf(1 - error, np.maximum(freedom, 1)) * np.sqrt(own.sum(1))
+        )
 
     def against(self, row: int) -> tuple[Array, Array]:
         """Return the differences of all rows from one, and half of their intervals.  (R,), (R,)"""
@@ -80,7 +84,9 @@ def compare(losses: Array) -> Comparison | None:
     row, seed = np.nonzero(np.isfinite(losses))
     rows, seeds = losses.shape
     of_seed = np.eye(seeds)[seed]
-    x = np.hstack([np.eye(rows)[row], of_seed[:, 1:] - of_seed[:, :1]])  # the effects of seeds sum to 0
+    x = np.hstack(
+        [np.eye(rows)[row], of_seed[:, 1:] - of_seed[:, :1]]
+    )  # the effects of seeds sum to 0
     y = losses[row, seed]
     freedom = len(y) - x.shape[1]
     if seeds < 2 or freedom < (rows > 1) or np.linalg.matrix_rank(x) < x.shape[1]:
@@ -104,7 +110,9 @@ def compare(losses: Array) -> Comparison | None:
         runs_of = row == i  # the noise in a row is by what the residual would fall without its runs
         left = np.eye(counts[i]) - x[runs_of] @ inverse[:, runs_of]
         freedoms[i] = np.linalg.matrix_rank(left, 1e-9)
-        own[i] = max(0.0, residuals[runs_of] @ np.linalg.pinv(left, 1e-9) @ residuals[runs_of] / freedoms[i])
+        own[i] = max(
+            0.0, residuals[runs_of] @ np.linalg.pinv(left, 1e-9) @ residuals[runs_of] / freedoms[i]
+        )
     return Comparison(
         means=fitted[:rows],
         interval=interval,

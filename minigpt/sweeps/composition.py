@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from minigpt.sweeps.settings import hydra_settings
+from minigpt.sweeps.point_settings import hydra_settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import log
 
@@ -43,13 +43,17 @@ def compose(
         config = loader.load_sweep_config(master, [*overrides])
         own = hydra_settings(config)
         if changed := [key for key in {**hydra, **own} if own.get(key) != hydra.get(key)]:
-            raise UserError(f"{changed[0]} must be the same at all points of a sweep; set it on the command line")
+            raise UserError(
+                f"{changed[0]} must be the same at all points of a sweep; set it on the command line"
+            )
         return pickle.dumps(config)
 
     # Several values in one setting are refused by Hydra.
     several = any(override.is_sweep_override() for override in parsed)
     values = [] if several else Overrides(groups, parsed).config_overrides
-    config: DictConfig = pickle.loads(once(by_hydra, *(each.input_line for each in parsed if each not in values)))
+    config: DictConfig = pickle.loads(
+        once(by_hydra, *(each.input_line for each in parsed if each not in values))
+    )
     loader._apply_overrides_to_config(values, config)
     with open_dict(config):
         own = config.pop("hydra")
@@ -59,7 +63,11 @@ def compose(
 
 def values_of(override: Override) -> Iterator[str]:
     """Return the values of a setting: one, or those over which it is swept."""
-    return override.sweep_string_iterator() if override.is_sweep_override() else iter([override.get_value_string()])
+    return (
+        override.sweep_string_iterator()
+        if override.is_sweep_override()
+        else iter([override.get_value_string()])
+    )
 
 
 def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:

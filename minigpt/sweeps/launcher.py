@@ -36,9 +36,16 @@ from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
 from minigpt.utils.checks import POSITIVE_INT, as_integer, or_null
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.ranks import env_number
 from minigpt.utils.scripts import ROOT, import_extra
-from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, handle_signals
-from minigpt.utils.terminal import env_number, log, replace_dead_output
+from minigpt.utils.signals import (
+    END_SIGNALS,
+    HANGUP_SIGNAL,
+    REQUEUE_SIGNAL,
+    Interrupted,
+    handle_signals,
+)
+from minigpt.utils.terminal import log, replace_dead_output
 
 _busy = threading.Lock()  # held while this worker runs a job
 # Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second variable lets a console
@@ -59,7 +66,12 @@ class Job:
         if refresh(self.point).status not in (COMPLETED, RUNNING):  # meanwhile, by another command
             (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         setup_globals()  # the resolvers of Hydra, which composes nothing here
-        with _busy, _output_to(folder / LOG), own_ranks(), env_override(self.config.hydra.job.env_set):
+        with (
+            _busy,
+            _output_to(folder / LOG),
+            own_ranks(),
+            env_override(self.config.hydra.job.env_set),
+        ):
             try:
                 one_device = self.point.settings["trainer.devices"] == 1
                 # A copy, because a preempted job starts again with the original.
@@ -72,7 +84,9 @@ class Job:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"})))
+        return DelayedSubmission(
+            replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"}))
+        )
 
 
 def _train_in_process(config: DictConfig) -> None:
@@ -111,11 +125,19 @@ class Launcher(hydra_launcher.Launcher):
     points: Sequence[Point]  # one per job
     most_jobs: int  # of any launch of the sweep
     n_jobs: int | None  # at a time
-    configure: Callable[[Point, Sequence[str]], DictConfig]  # returns the configuration of a job, for its overrides
-    on_end: Callable[[Point, str], None]  # called for each job that ended, with the reason if it failed
-    batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
+    configure: Callable[
+        [Point, Sequence[str]], DictConfig
+    ]  # returns the configuration of a job, for its overrides
+    on_end: Callable[
+        [Point, str], None
+    ]  # called for each job that ended, with the reason if it failed
+    batch: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # the context in which jobs are submitted
+    )
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         require(
             "hydra/sweeper",
             config.hydra.sweeper["_target_"],
@@ -126,7 +148,9 @@ class Launcher(hydra_launcher.Launcher):
         require("hydra.launcher.n_jobs", self.n_jobs, *or_null(POSITIVE_INT))
         os.environ.pop("MASTER_PORT", None)  # jobs at the same time need one each
         self.config = config
-        self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
+        self.executors: list[
+            Any
+        ] = []  # reused by later launches: workers import once, and keep their threads
 
     @env_override(UTF8_OUTPUT)
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
@@ -140,7 +164,9 @@ class Launcher(hydra_launcher.Launcher):
         signals: list[int] = []
         stops = 0  # for each signal, the running jobs are stopped once
 
-        def receive(signum: int, _: object) -> None:  # the loop below acts on it, when no job is being started
+        def receive(
+            signum: int, _: object
+        ) -> None:  # the loop below acts on it, when no job is being started
             if signum != HANGUP_SIGNAL or not signals:
                 signals.append(signum)
 
@@ -155,11 +181,15 @@ class Launcher(hydra_launcher.Launcher):
                         while waiting and executors:
                             executor = executors.pop()
                             point, overrides = waiting.pop(0)
-                            running[executor.submit(Job(point, self.configure(point, overrides)))] = point, executor
+                            running[
+                                executor.submit(Job(point, self.configure(point, overrides)))
+                            ] = point, executor
                 for future in [future for future in running if future.done()]:
                     point, executor = running.pop(future)
                     executors.append(executor)
-                    self.on_end(point, "" if signals else _failure(future))  # not of a job that was stopped
+                    self.on_end(
+                        point, "" if signals else _failure(future)
+                    )  # not of a job that was stopped
                 time.sleep(0.05)
         if signals:
             raise Interrupted(signals[0])
@@ -179,9 +209,15 @@ def _failure(future: Any) -> str:
     try:
         future.result()
     except Exception as error:
-        if isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError":  # of submitit
+        if (
+            isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"
+        ):  # of submitit
             name = re.search(r"SIG[A-Z]+", str(error))
-            return f"its process was killed ({name[0]}), possibly out of memory" if name else "its process crashed"
+            return (
+                f"its process was killed ({name[0]}), possibly out of memory"
+                if name
+                else "its process crashed"
+            )
         return error_text(error)
     return ""
 
@@ -203,7 +239,9 @@ class Joblib(Launcher):
     def start(self, jobs: int) -> list[Any]:
         cores, trainer = loky.cpu_count(), self.config.trainer
         one_device = trainer.devices == 1
-        gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
+        gpus = (
+            visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
+        )
         workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
         threads = self.threads or env_number("OMP_NUM_THREADS", 0) or max(1, cores // workers)
         log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
@@ -228,12 +266,16 @@ class _Worker:
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
         self.executor = self.start()
-        atexit.register(lambda: self.executor.shutdown())  # later, loky prints ignored errors of its own
+        atexit.register(
+            lambda: self.executor.shutdown()
+        )  # later, loky prints ignored errors of its own
 
     def start(self) -> Any:
         """Return an executor whose process ends once `pipe` is closed, also by the end of this process."""
         parent, self.pipe = multiprocessing.Pipe(duplex=False)
-        return loky.ProcessPoolExecutor(1, initializer=_init_worker, initargs=(parent,), env=self.env)
+        return loky.ProcessPoolExecutor(
+            1, initializer=_init_worker, initargs=(parent,), env=self.env
+        )
 
     def submit(self, job: Job) -> Any:
         try:
@@ -289,15 +331,23 @@ class Submitit(Launcher):
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
         self.cluster, self.n_jobs = cluster, as_integer(n_jobs)
         self.parameters = {
-            name: as_integer(value) for name, value in {"slurm_array_parallelism": n_jobs, **parameters}.items()
+            name: as_integer(value)
+            for name, value in {"slurm_array_parallelism": n_jobs, **parameters}.items()
         }
         self.name = f"hydra/launcher=submitit_{cluster}"
         self.submitit = import_extra("submitit", self.name, "submitit")
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         if self.cluster == "slurm":  # its jobs are one process each
-            require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {self.name}")
+            require(
+                "trainer.devices",
+                config.trainer.devices,
+                lambda devices: devices == 1,
+                f"1 with {self.name}",
+            )
 
     def start(self, jobs: int) -> list[Any]:
         folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")

@@ -28,7 +28,9 @@ def rung_steps(cfg: Any) -> list[int]:
     given, steps, every = "with hydra.sweeper.prune=true", cfg.max_steps, cfg.eval_every
     for key, expected in (("pause_at", "null"), ("resume", "null or auto"), ("minutes", "null")):
         require(key, cfg[key], lambda value: value is None, f"{expected} {given}")
-    require("eval_every", every, lambda n: 4 * n < steps, f"< {steps / 4:g} (max_steps / 4) {given}")  # distinct rungs
+    require(
+        "eval_every", every, lambda n: 4 * n < steps, f"< {steps / 4:g} (max_steps / 4) {given}"
+    )  # distinct rungs
     return [ceil(rung * steps / every) * every for rung in RUNGS]
 
 
@@ -39,7 +41,9 @@ def has_reached(point: Point, rung: int) -> bool:
 
 def loss_at(point: Point, rung: int) -> float | None:
     """Return the validation loss at a rung, in bits per byte; the best loss of a run that stopped early before it."""
-    return point.bits.get(point.rungs[rung], point.loss(BITS) if point.status == COMPLETED else None)
+    return point.bits.get(
+        point.rungs[rung], point.loss(BITS) if point.status == COMPLETED else None
+    )
 
 
 def continuing(points: Sequence[Point], rung: int) -> list[Point]:
@@ -52,7 +56,9 @@ def continuing(points: Sequence[Point], rung: int) -> list[Point]:
     for point in points:
         if point.status != SKIPPED:
             units.setdefault(point.row, []).append(point)
-    losses: dict[Any, Any] = {unit: [loss_at(point, rung) for point in group] for unit, group in units.items()}
+    losses: dict[Any, Any] = {
+        unit: [loss_at(point, rung) for point in group] for unit, group in units.items()
+    }
     means = {unit: mean(values) for unit, values in losses.items() if None not in values}
     best = sorted(means, key=means.__getitem__)[: ceil(KEPT * len(means))]
     return [point for unit in best for point in units[unit]]

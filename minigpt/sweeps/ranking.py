@@ -12,8 +12,8 @@ import numpy as np
 
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.comparison import Comparison, compare
+from minigpt.sweeps.point_settings import short_names
 from minigpt.sweeps.results import BITS, COMPLETED, DIVERGED, NATS, SKIPPED, Point
-from minigpt.sweeps.settings import short_names
 
 
 @dataclass(frozen=True, eq=False)  # of thousands of rows, comparisons by value would take minutes
@@ -42,7 +42,11 @@ class Row:
     @property
     def losses(self) -> list[float]:
         """Best validation loss of each point that has one; of equal runs once."""
-        losses = {(point.seed, loss): loss for point in self.points if (loss := point.loss(self.unit)) is not None}
+        losses = {
+            (point.seed, loss): loss
+            for point in self.points
+            if (loss := point.loss(self.unit)) is not None
+        }
         return [*losses.values()]
 
     @property
@@ -53,7 +57,13 @@ class Row:
     @property
     def loss(self) -> float | None:
         """Mean of the best losses over seeds."""
-        return self.adjusted if self.adjusted is not None else mean(self.losses) if self.losses else None
+        return (
+            self.adjusted
+            if self.adjusted is not None
+            else mean(self.losses)
+            if self.losses
+            else None
+        )
 
     @property
     def tied(self) -> bool:
@@ -110,8 +120,18 @@ class Row:
 
     def label(self, without: str | None = None) -> str:
         """Return the overrides by short name, except `without`; the folder's name of a single run without any."""
-        values = [f"{self.short_names[name]}={value}" for name, value in self.overrides.items() if name != without]
-        none = "defaults" if self.short_names else "all runs" if len(self.points) > 1 else self.points[0].folder.name
+        values = [
+            f"{self.short_names[name]}={value}"
+            for name, value in self.overrides.items()
+            if name != without
+        ]
+        none = (
+            "defaults"
+            if self.short_names
+            else "all runs"
+            if len(self.points) > 1
+            else self.points[0].folder.name
+        )
         return ", ".join(values) or none
 
 
@@ -122,7 +142,9 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     over the seeds that they share, if their losses are of the same text.
     """
     # Proportional to the bytes per token.
-    lengths = [nats / bits for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
+    lengths = [
+        nats / bits for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))
+    ]
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
     groups: dict[Any, list[Point]] = {}
@@ -132,8 +154,18 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows: list[Row] = []
     texts: dict[Any, Any] = {}  # a value that was written in two ways has one name
     for first, *others in groups.values():
-        known = {name: texts.setdefault((name, repr(first.value(name))), first.text(name)) for name in names}
-        rows.append(Row({k: v for k, v in known.items() if v is not None}, [first, *others], unit, short_names(names)))
+        known = {
+            name: texts.setdefault((name, repr(first.value(name))), first.text(name))
+            for name in names
+        }
+        rows.append(
+            Row(
+                {k: v for k, v in known.items() if v is not None},
+                [first, *others],
+                unit,
+                short_names(names),
+            )
+        )
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
@@ -152,13 +184,19 @@ def ranked(points: Sequence[Point]) -> list[Row]:
 
 def _names(points: Sequence[Point]) -> list[str]:
     """Return the settings that tell points apart: those that were given, and others where these are equal."""
-    given = [name for name in dict.fromkeys(name for point in points for name in point.written) if name != "seed"]
+    given = [
+        name
+        for name in dict.fromkeys(name for point in points for name in point.written)
+        if name != "seed"
+    ]
     names = [name for name in given if _differs(points, name)] if len(points) > 1 else given
     alike: dict[Any, list[Point]] = {}
     for point in points:
         alike.setdefault(repr([point.value(name) for name in names]), []).append(point)
     for group in alike.values():
-        more = dict.fromkeys(name for point in group for name in point.settings if name not in ("seed", *names))
+        more = dict.fromkeys(
+            name for point in group for name in point.settings if name not in ("seed", *names)
+        )
         names += [name for name in more if _differs(group, name)]
     return names
 
@@ -171,7 +209,11 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if not row.provisional]
     highest = DIVERGED * min((row.loss or 0.0 for row in complete), default=0.0)
-    diverged = [row for row in complete if (row.loss or 0.0) > highest and any(point.diverged for point in row.points)]
+    diverged = [
+        row
+        for row in complete
+        if (row.loss or 0.0) > highest and any(point.diverged for point in row.points)
+    ]
     complete = [row for row in complete if row not in diverged]
     if not complete or incomparable(rows):
         return complete, None
@@ -191,11 +233,19 @@ def incomparable(rows: Sequence[Row]) -> str:
         if point.validated and point.loss(row.unit) is not None
     }
     if len(parts) > 1:
-        advice = "; eval_batches=null validates on the whole split" if " windows " in "".join(parts) else ""
+        advice = (
+            "; eval_batches=null validates on the whole split"
+            if " windows " in "".join(parts)
+            else ""
+        )
         which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
         return f"The runs were validated on different texts ({which}), so their losses are not comparable{advice}."
     for row in rows:
-        known = [each for each in row.points if each.status == COMPLETED and each.loss(row.unit) is not None]
+        known = [
+            each
+            for each in row.points
+            if each.status == COMPLETED and each.loss(row.unit) is not None
+        ]
         for one, other in combinations(known, 2):
             pair = f"{short_path(one.folder)} and {short_path(other.folder)} have the same settings"
             if "" not in (one.origin, other.origin) and one.origin != other.origin:

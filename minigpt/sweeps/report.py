@@ -19,9 +19,9 @@ from typing import Any
 from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
+from minigpt.sweeps.point_settings import short_names
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
-from minigpt.sweeps.settings import short_names
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
@@ -30,7 +30,9 @@ TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
-def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> list[str]:
+def report(
+    folders: Sequence[Path], *, out: Path | None = None, along: str | None = None
+) -> list[str]:
     """Print the answer and the table of one or several sweeps, and write their files.
 
     Args:
@@ -45,12 +47,16 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    points = list({point.folder: point for folder in folders for point in read_sweep(folder)}.values())
+    points = list(
+        {point.folder: point for folder in folders for point in read_sweep(folder)}.values()
+    )
     rows = ranked(points)
     along = along if along is None else _full_name(rows, along)
     only = folders[0].resolve() if len(folders) == 1 else None
     out, n_runs = out or only, sum((folder / ".hydra").is_dir() for folder in folders)
-    title = only.name if only else f"{len(folders)} {'runs' if n_runs == len(folders) else 'sweeps'}"
+    title = (
+        only.name if only else f"{len(folders)} {'runs' if n_runs == len(folders) else 'sweeps'}"
+    )
     sentences = [*map(sanitize_line, answer(rows))]
     try:
         if out:
@@ -66,7 +72,9 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     return sentences
 
 
-def write_files(out: Path, rows: Sequence[Row], sentences: Sequence[str], *, title: str, along: str | None) -> None:
+def write_files(
+    out: Path, rows: Sequence[Row], sentences: Sequence[str], *, title: str, along: str | None
+) -> None:
     """Write the table, the runs, the text and the plot of a sweep."""
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, rows)
@@ -75,7 +83,10 @@ def write_files(out: Path, rows: Sequence[Row], sentences: Sequence[str], *, tit
     from minigpt.sweeps.sweep_plots import sweep_figure
 
     figure = sweep_figure(rows, title=title, along=along)
-    with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
+    with (
+        atomic_write(out / PLOT) as partial,
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
 
 
@@ -97,7 +108,12 @@ def print_table(rows: Sequence[Row]) -> None:
         emoji=False,
     )
     shown = dict.fromkeys(header)
-    for unneeded in ("", *(["status"] if all(row.status == COMPLETED for row in rows) else []), "params", "bits/byte"):
+    for unneeded in (
+        "",
+        *(["status"] if all(row.status == COMPLETED for row in rows) else []),
+        "params",
+        "bits/byte",
+    ):
         shown.pop(unneeded, None)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for name in shown:
@@ -109,8 +125,14 @@ def print_table(rows: Sequence[Row]) -> None:
             )
         for row, line in zip(rows, cells, strict=True):
             style = "dim" if not row.losses else "bold" if row is best else None
-            table.add_row(*(cell for name, cell in zip(header, line, strict=True) if name in shown), style=style)
-        if console.measure(table, options=console.options.update(width=100_000)).maximum <= console.width:
+            table.add_row(
+                *(cell for name, cell in zip(header, line, strict=True) if name in shown),
+                style=style,
+            )
+        if (
+            console.measure(table, options=console.options.update(width=100_000)).maximum
+            <= console.width
+        ):
             break
     folders = [point.folder.parent for row in rows for point in row.points]
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
@@ -120,12 +142,16 @@ def print_table(rows: Sequence[Row]) -> None:
         if row.reason:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
     if any(row.provisional and row.losses for row in rows):
-        print("* provisional, because not all runs completed; ranked after the rows whose runs all completed")
+        print(
+            "* provisional, because not all runs completed; ranked after the rows whose runs all completed"
+        )
     if best and best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best and best.losses:
         loss = _format_loss(best, best.unit) + (" bits/byte" if best.unit == BITS else "")
-        run = min(best.points, key=lambda point: inf if (loss := point.loss(best.unit)) is None else loss)
+        run = min(
+            best.points, key=lambda point: inf if (loss := point.loss(best.unit)) is None else loss
+        )
         print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
@@ -159,7 +185,10 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
 def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
     header, cells = _table(rows)
-    lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, ["---"] * len(header), *cells)]
+    lines = [
+        "| " + " | ".join(map(_escape, line)) + " |"
+        for line in (header, ["---"] * len(header), *cells)
+    ]
     text = [
         *(f"# {_escape(sanitize_line(title))}", ""),
         *(f"- {_escape(sentence)}" for sentence in sentences),
@@ -232,9 +261,13 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
 
     settings: Any = wandb_config.copy()
     with open_dict(settings):
-        settings.update({"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"})
+        settings.update(
+            {"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"}
+        )
     # Resolved once: a `${…}` that is left is a text.
-    for logger in instantiate_group("logger", {"wandb": OmegaConf.to_container(settings, resolve=True)}):  # on rank 0
+    for logger in instantiate_group(
+        "logger", {"wandb": OmegaConf.to_container(settings, resolve=True)}
+    ):  # on rank 0
         import wandb
 
         logger.log_metrics(

@@ -17,13 +17,14 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
-from minigpt.run_config import OUTSIDE
 from minigpt.runs.metrics_csv import read_metrics
+from minigpt.runs.run_config import OUTSIDE
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
-from minigpt.sweeps.settings import MAX_NAME_BYTES, by_name, is_relevant, relevant_settings
+from minigpt.sweeps.point_settings import MAX_NAME_BYTES, by_name, is_relevant, relevant_settings
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
+from minigpt.utils.moved import current
 from minigpt.utils.terminal import warn
 
 COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting"
@@ -31,7 +32,15 @@ CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
 DIVERGED = 1.2  # times the best validation loss, of the run or of the sweep
-TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
+TOTALS = (
+    "params",
+    "steps",
+    "tokens",
+    "flops",
+    "seconds",
+    "tokens_per_second",
+    *LOSS_NAMES.values(),
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,9 @@ class Point:
     @cached_property
     def row(self) -> str:
         """What the point shares with those that differ from it in their seed alone."""
-        settings = {name: value for name, value in (self.settings or self.written).items() if name != "seed"}
+        settings = {
+            name: value for name, value in (self.settings or self.written).items() if name != "seed"
+        }
         # A reference is what it refers to; a reference to the seed stays.
         referred = {f"${{{name}}}": value for name, value in settings.items()}
         values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
@@ -114,7 +125,11 @@ class Point:
     @property
     def status_text(self) -> str:
         """The status, with the step at which a run paused."""
-        return f"paused at step {self.totals.get('steps', 0):.0f}" if self.status == PAUSED else self.status
+        return (
+            f"paused at step {self.totals.get('steps', 0):.0f}"
+            if self.status == PAUSED
+            else self.status
+        )
 
     def loss(self, unit: str) -> float | None:
         """Return the best validation loss in `NATS` or `BITS`; None if it is unknown."""
@@ -128,19 +143,27 @@ def read_sweep(folder: Path) -> list[Point]:
         UserError: the folder does not exist or holds no runs.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; give the folder of a sweep, such as runs/sweeps/latest")
+        raise UserError(
+            f"{folder} is not a folder; give the folder of a sweep, such as runs/sweeps/latest"
+        )
     folder = folder.resolve()
     if (folder / PLAN).exists():
         fixed, planned = read_plan(folder)
         shared = dict(override.partition("=")[::2] for override in fixed)
         points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
     else:
-        points = [_read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))]
+        points = [
+            _read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))
+        ]
     if not points:
-        raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
+        raise UserError(
+            f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest"
+        )
     for point in points:
         if point.unrecorded:
-            warn(f"{point.folder} holds no value of {', '.join(point.unrecorded)}, so it is a row of its own")
+            warn(
+                f"{point.folder} holds no value of {', '.join(point.unrecorded)}, so it is a row of its own"
+            )
     return [refresh(point) for point in points]
 
 
@@ -155,17 +178,27 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
         points = [_planned(folder, plan["settings"], entry) for entry in plan["points"]]
         return [str(override) for override in plan["fixed"]], points
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise UserError(f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one") from error
+        raise UserError(
+            f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one"
+        ) from error
 
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
     """Write `sweep.json`: the overrides and settings that all points share, and the state of each point."""
     composed = [point.settings for point in points if point.settings]
     first: Mapping[str, Any] = composed[0] if composed else {}
-    shared = {k: v for k, v in first.items() if all(repr(each.get(k, ...)) == repr(v) for each in composed)}
+    shared = {
+        k: v
+        for k, v in first.items()
+        if all(repr(each.get(k, ...)) == repr(v) for each in composed)
+    }
     entries = [
         {"folder": point.folder.name, "overrides": dict(point.overrides)}
-        | {"settings": {k: v for k, v in point.settings.items() if k not in shared} if point.settings else None}
+        | {
+            "settings": {k: v for k, v in point.settings.items() if k not in shared}
+            if point.settings
+            else None
+        }
         | {name: getattr(point, name) for name in ("status", "reason")}
         | {name: point.totals.get(name) for name in TOTALS}
         for point in points
@@ -267,8 +300,12 @@ def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Poi
         str(entry["reason"]),
         totals=_finite({"params": entry["params"]}),
     )
-    own = point.written if entry["settings"] is None else entry["settings"]  # None: it did not compose
-    return replace(point, settings={**shared, **own})
+    own = (
+        point.written if entry["settings"] is None else entry["settings"]
+    )  # None: it did not compose
+    return replace(
+        point, settings={key: current(value) for key, value in {**shared, **own}.items()}
+    )
 
 
 def _read_run(folder: Path) -> Point:
@@ -300,6 +337,14 @@ def _read_or_warn(read: Callable[[Path], dict[str, Any]], file: Path) -> dict[st
     """Read a file of a run; warn and return nothing of it if it is damaged."""
     try:
         return read(file)
-    except (OSError, ValueError, ArithmeticError, AttributeError, RecursionError, csv.Error, yaml.YAMLError) as error:
+    except (
+        OSError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+        csv.Error,
+        yaml.YAMLError,
+    ) as error:
         warn(f"{file} is not readable ({error}); it is left out")
         return {}

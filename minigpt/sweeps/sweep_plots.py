@@ -14,7 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, count_text, highest_converged, incomparable, numbers, pareto_front
+from minigpt.sweeps.ranking import (
+    Row,
+    count_text,
+    highest_converged,
+    incomparable,
+    numbers,
+    pareto_front,
+)
 from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
@@ -41,8 +48,16 @@ def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
     values = {name: numbers(rows, name) for name in rows[0].short_names}
-    numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
-    if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
+    numeric = [
+        name
+        for name in values
+        if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)
+    ]
+    if (
+        along is None
+        and len(numeric) == 1
+        and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED
+    ):
         along = numeric[0]
     if along is not None:
         _plot_lines(panel, rows, along)
@@ -50,14 +65,20 @@ def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
         _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    seeds = ", mean and 95 % interval over seeds" if any(row.interval is not None for row in rows) else ""
+    seeds = (
+        ", mean and 95 % interval over seeds"
+        if any(row.interval is not None for row in rows)
+        else ""
+    )
     panel.set_title(f"best validation loss{seeds}")
 
 
 def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
     """Plot a grid of two settings, with the mean loss and the status in each cell."""
     columns, lines = numbers(rows, x), numbers(rows, y)
-    cells: dict[Any, Row] = {(row.number(y), row.number(x)): row for row in reversed(rows)}  # the best is shown
+    cells: dict[Any, Row] = {
+        (row.number(y), row.number(x)): row for row in reversed(rows)
+    }  # the best is shown
     losses = np.full((len(lines), len(columns)), nan)
     for (line, column), row in cells.items():
         i, j = lines.index(line), columns.index(column)
@@ -65,11 +86,24 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         text = [row.loss_text.replace(" ", "\n", 1)] if row.losses else []
         text += [_escape(row.status).replace(", ", "\n")] if row.status != COMPLETED else []
         if row.tied and row is not rows[0]:
-            panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0))
+            panel.add_patch(
+                Rectangle(
+                    (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0
+                )
+            )
         if len(cells) <= MAX_ANNOTATED:
-            panel.text(j, i, "\n".join(text), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
+            panel.text(
+                j,
+                i,
+                "\n".join(text),
+                ha="center",
+                va="center",
+                weight="bold" if row is rows[0] else "normal",
+            )
     highest = highest_converged(losses[np.isfinite(losses)].tolist())
-    image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
+    image = panel.imshow(
+        losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest
+    )
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
     tied = "  (hatched: tied with the best)" if any(row.tied for row in rows[1:]) else ""
@@ -86,7 +120,9 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, intervals = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
-        panel.errorbar(xs, losses, intervals, label=label, color=_rank_color(rank), marker="o", capsize=3)
+        panel.errorbar(
+            xs, losses, intervals, label=label, color=_rank_color(rank), marker="o", capsize=3
+        )
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
     values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
@@ -97,8 +133,16 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot the losses of rows, with their names above them."""
     for rank, row in enumerate(rows):
-        panel.errorbar(row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
-        panel.text(0.01, rank - 0.2, _escape(row.label(), 80), fontsize=8, transform=panel.get_yaxis_transform())
+        panel.errorbar(
+            row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank)
+        )
+        panel.text(
+            0.01,
+            rank - 0.2,
+            _escape(row.label(), 80),
+            fontsize=8,
+            transform=panel.get_yaxis_transform(),
+        )
     panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
     panel.set(ylim=(len(rows) - 0.5, -0.8), xlabel=f"best validation loss ({rows[0].unit})")
 
@@ -116,8 +160,13 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
             scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
-            tokens, losses = [at for at, _ in point.curve], [scale * loss for _, loss in point.curve]
-            panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=label, **style)
+            tokens, losses = (
+                [at for at, _ in point.curve],
+                [scale * loss for _, loss in point.curve],
+            )
+            panel.plot(
+                tokens, losses, marker="." if len(losses) == 1 else None, label=label, **style
+            )
             label = None  # one entry in the legend for all seeds
             ends += losses[1:] or losses
     panel.xaxis.set_major_formatter(EngFormatter())
@@ -131,7 +180,9 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
 
 def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front."""
-    known = [(x, row.loss, row.interval or nan) for row in rows if row.loss and (x := row.mean_of(cost))]
+    known = [
+        (x, row.loss, row.interval or nan) for row in rows if row.loss and (x := row.mean_of(cost))
+    ]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
@@ -168,5 +219,9 @@ def _rank_color(rank: int) -> str:
 def _escape(text: str, max_chars: int = 60) -> str:
     """Return text from a file without control characters and formulas, shortened."""
     text = sanitize_line(text)
-    text = text if len(text) <= max_chars else f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
+    text = (
+        text
+        if len(text) <= max_chars
+        else f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
+    )
     return text.replace("$", r"\$")

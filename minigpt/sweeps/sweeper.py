@@ -21,11 +21,25 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.run_config import RunConfig, check_hydra, normalize, use_outside_values
 from minigpt.runs.overrides import complete_overrides, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
-from minigpt.runs.run_dir import LOCK, PLAN, lock_sweep_dir, make_folder, update_latest_link, write_failure
+from minigpt.runs.run_config import RunConfig, check_hydra, normalize, use_outside_values
+from minigpt.runs.run_dir import (
+    LOCK,
+    PLAN,
+    lock_sweep_dir,
+    make_folder,
+    update_latest_link,
+    write_failure,
+)
 from minigpt.sweeps.composition import announced, compose, values_of
+from minigpt.sweeps.point_settings import (
+    by_name,
+    folder_name,
+    hydra_settings,
+    is_relevant,
+    relevant_settings,
+)
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
@@ -39,7 +53,6 @@ from minigpt.sweeps.results import (
     refresh,
     write_plan,
 )
-from minigpt.sweeps.settings import by_name, folder_name, hydra_settings, is_relevant, relevant_settings
 from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
@@ -67,15 +80,23 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.params, self.prune, self.max_points = params, prune, as_integer(max_points)
         require("hydra.sweeper.max_points", self.max_points, *POSITIVE_INT)
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.hydra = hydra_settings(config)
-        self.in_job: Any = env_override(config.hydra.job.env_set)  # decorates what reads `${oc.env:…}` as a job does
+        self.in_job: Any = env_override(
+            config.hydra.job.env_set
+        )  # decorates what reads `${oc.env:…}` as a job does
         self.loader: Any = hydra_context.config_loader
         self.cfg = config
         self.folder = make_folder(config.hydra.sweep)
-        self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+        self.engine: Any = Plugins.instance().instantiate_launcher(
+            hydra_context, task_function, config
+        )
         self.points: list[Point] = []
-        self.checked: dict[str, Mapping[str, str]] = {}  # values of the possible points, by identity
+        self.checked: dict[
+            str, Mapping[str, str]
+        ] = {}  # values of the possible points, by identity
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
         check_hydra(config.hydra)
@@ -107,20 +128,36 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _sweep(self, arguments: list[str]) -> None:
         # resume=auto is of the sweep: runs that have begun resume, the others start as the rest of the command says.
         given = (argument for argument in arguments if argument != "resume=auto")
-        named = by_name([*(literal(f"{key}={value}", True) for key, value in self.params.items()), *given])
+        named = by_name(
+            [*(literal(f"{key}={value}", True) for key, value in self.params.items()), *given]
+        )
         typed, keys = list(named), {name.lstrip("+") for name in named}
         if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
-            named["eval_batches"] = "eval_batches=null"  # each plan would choose another part of the validation split
-        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*named.values()])
+            named["eval_batches"] = (
+                "eval_batches=null"  # each plan would choose another part of the validation split
+            )
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(
+            [*named.values()]
+        )
         self.given = dict(zip(named, parsed, strict=True))
         existing = [point for point in self._read_existing() if point.status != SKIPPED]
         swept = {name for point in existing for name in point.overrides}
-        self.axes = {name: each for name, each in self.given.items() if each.is_sweep_override() or name in swept}
+        self.axes = {
+            name: each
+            for name, each in self.given.items()
+            if each.is_sweep_override() or name in swept
+        }
         if not self.axes:
-            raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
-        self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(named[name])]
+            raise UserError(
+                "a sweep needs a setting with several values, such as model.n_head=2,4,8"
+            )
+        self.fixed = [
+            named[name] for name in typed if name not in self.axes and is_relevant(named[name])
+        ]
         if existing and (axes := (swept ^ self.axes.keys()) - {"seed"}):
-            raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}")
+            raise UserError(
+                f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}"
+            )
         self.existing: dict[str, Point] = {}
         for point in announced(existing, len(existing)):
             self.existing[point.identity] = self.in_job(self._check_unchanged)(point)
@@ -154,14 +191,20 @@ class Sweeper(hydra_sweeper.Sweeper):
                 if config.minutes is None
                 else from_extras("with_possible_sizes")(config, self._overrides(values))
             )
-            corpus, model, pretrained = load_parts(RunConfig.from_hydra(checked, in_job=False), self._once)
+            corpus, model, pretrained = load_parts(
+                RunConfig.from_hydra(checked, in_job=False), self._once
+            )
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
-            if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
+            if isinstance(error, ConfigCompositionException) and not any(
+                map(self.loader.get_group_options, self.axes)
+            ):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
         if self.checked.setdefault(point.identity, values) is not values:
             return replace(point, status=SKIPPED, reason=SAME)
-        sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
+        sequences = (
+            config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
+        )
         point = refresh(
             replace(
                 point,
@@ -178,7 +221,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         )
         weights = pretrained.provenance(config.data.folder)["sha256"] if pretrained else None
         if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
-            raise UserError(f"{point.folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
+            raise UserError(
+                f"{point.folder} was trained on another text or from other weights; {ANOTHER_FOLDER}"
+            )
         return point
 
     def _check_unchanged(self, point: Point) -> Point:
@@ -186,13 +231,21 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         Raise UserError if its overrides mean other settings now.
         """
-        values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
+        values = {
+            name: point.overrides.get(name, point.seed) for name in self.axes
+        }  # only the seed may be missing
         config, _ = self.compose(values)
         before, now = point.settings, relevant_settings(config)
         pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
-        changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
+        changed = [
+            f"{key} ({was} there, {new} now)"
+            for key, (was, new) in pairs.items()
+            if repr(was) != repr(new)
+        ]
         if changed:
-            raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(changed)}; {ANOTHER_FOLDER}")
+            raise UserError(
+                f"{self.folder} holds a sweep that differs in {', '.join(changed)}; {ANOTHER_FOLDER}"
+            )
         return replace(point, rungs=rung_steps(config) if self.prune else ())
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
@@ -209,7 +262,9 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
         """Compose the configuration of a point, as its job will, and the node of Hydra."""
-        config, hydra = compose(self.loader, self.cfg, self.hydra, self._overrides(values), self._once)
+        config, hydra = compose(
+            self.loader, self.cfg, self.hydra, self._overrides(values), self._once
+        )
         normalize(config)
         return config, hydra
 
@@ -219,7 +274,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             f"{each.get_key_element()}={values[name]}" if name in values else str(each.input_line)
             for name, each in self.given.items()
         ]
-        return self._once(complete_overrides, line)  # links are resolved once, because they may move
+        return self._once(
+            complete_overrides, line
+        )  # links are resolved once, because they may move
 
     def _run(self, batch: Sequence[Point]) -> None:
         """Print which points are skipped, and run the others: with `prune` to each rung, and the best of them on."""
@@ -230,9 +287,12 @@ class Sweeper(hydra_sweeper.Sweeper):
         others = [] if self.compares_batches else self._other_points()
         texts = sorted({point.validated for point in self.points + others if point.validated})
         if len(texts) > 1 and (self.prune or self.compares_batches):
-            raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
+            raise UserError(
+                f"pruning and searches need one validation text for all points, got {'; '.join(texts)}"
+            )
         rungs = {
-            tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs) for point in self.points + others
+            tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs)
+            for point in self.points + others
         }
         if len(rungs - {()}) > 1:
             raise UserError(
@@ -243,7 +303,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
             own = {point.folder for point in batch if point.status != SKIPPED}
-            reached = [point for point in self.points if point.folder in own and loss_at(point, rung) is not None]
+            reached = [
+                point
+                for point in self.points
+                if point.folder in own and loss_at(point, rung) is not None
+            ]
             batch = [
                 point
                 for point in continuing(
@@ -260,7 +324,11 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _launch(self, batch: Sequence[Point], rung: int | None = None) -> None:
         """Run points to a rung or to their end, the longest first, and print as each ends."""
         # All workers end at about the same time.
-        pending = [point for point in batch if point.pending and (rung is None or not has_reached(point, rung))]
+        pending = [
+            point
+            for point in batch
+            if point.pending and (rung is None or not has_reached(point, rung))
+        ]
         pending.sort(key=lambda point: -point.planned_flops)
         log(f"{len(pending)} of {len(batch)} to run")
         if not pending:
@@ -275,20 +343,32 @@ class Sweeper(hydra_sweeper.Sweeper):
                 write_failure(point.folder, failure)
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
-            loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s of training" if point.loss(NATS) else ""
-            problem = point.reason or (failure if point.pending else "")  # not if another command completed it
+            loss = (
+                f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s of training"
+                if point.loss(NATS)
+                else ""
+            )
+            problem = point.reason or (
+                failure if point.pending else ""
+            )  # not if another command completed it
             reason = f": {problem}" if problem else ""
-            log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
+            log(
+                f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}"
+            )
 
         # Only launchers of minigpt use these.
         self.engine.points = pending
         self.engine.on_end = on_end
         self.engine.configure = self.in_job(self._job_config)
         try:
-            self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
+            self.engine.launch(
+                [self._job_overrides(point, rung) for point in pending], initial_job_idx=0
+            )
         except (Interrupted, KeyboardInterrupt):
             self._report()
-            log(f"to resume, run the same command with hydra.sweep.dir={quote_path(self.folder)} resume=auto")
+            log(
+                f"to resume, run the same command with hydra.sweep.dir={quote_path(self.folder)} resume=auto"
+            )
             raise
         self.points[:] = map(refresh, self.points)
 
@@ -299,7 +379,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             "hydra.sweep.subdir": point.folder.name,
             "hydra.runtime.output_dir": point.folder.absolute(),
         }
-        can_resume = "resume" not in point.settings or any(point.folder.glob("checkpoints/*.safetensors"))
+        can_resume = "resume" not in point.settings or any(
+            point.folder.glob("checkpoints/*.safetensors")
+        )
         resumes = can_resume and (self.prune or self.cfg.resume == "auto")
         return [
             *self._overrides(point.overrides),
@@ -318,7 +400,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         # Of these the node of the sweep has those of all points.
         config.hydra.runtime.choices = hydra.runtime.choices
         config.hydra.overrides.task = [override.input_line for override in given]
-        config.hydra.job.override_dirname = get_overrides_dirname(given, **hydra.job.config.override_dirname)
+        config.hydra.job.override_dirname = get_overrides_dirname(
+            given, **hydra.job.config.override_dirname
+        )
         added = parsed[len(self._overrides(point.overrides)) :]
         self.loader._apply_overrides_to_config(added, config)
         return config
@@ -340,13 +424,17 @@ class Sweeper(hydra_sweeper.Sweeper):
         if PLAN not in names:
             raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
         if self.cfg.resume != "auto":
-            raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}")
+            raise UserError(
+                f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}"
+            )
         return read_plan(self.folder)[1]
 
     def _other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""
         ours = {point.identity for point in self.points}
-        return [refresh(self.existing[identity]) for identity in self.existing if identity not in ours]
+        return [
+            refresh(self.existing[identity]) for identity in self.existing if identity not in ours
+        ]
 
 
 class Grid(Sweeper):
@@ -355,10 +443,16 @@ class Grid(Sweeper):
     def batches(self) -> Iterator[Sequence[Point]]:
         for override in self.axes.values():
             if override.is_interval_sweep():
-                raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
-        axes = [[*itertools.islice(values_of(axis), self.max_points + 1)] for axis in self.axes.values()]
+                raise UserError(
+                    f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values"
+                )
+        axes = [
+            [*itertools.islice(values_of(axis), self.max_points + 1)] for axis in self.axes.values()
+        ]
         n_points = math.prod(map(len, axes))
-        more = " or more" if max(map(len, axes)) > self.max_points else ""  # values that were not counted
+        more = (
+            " or more" if max(map(len, axes)) > self.max_points else ""
+        )  # values that were not counted
         require(
             "hydra.sweeper.max_points",
             self.max_points,
@@ -373,7 +467,9 @@ class Grid(Sweeper):
         for name in filter(is_relevant, self.axes):
             acting = {point.overrides[name] for point in self.points if point.reason != SAME}
             if len({point.overrides[name] for point in self.points}) > len(acting) == 1:
-                raise UserError(f"{name} has the same effect with all its values; give it one value")
+                raise UserError(
+                    f"{name} has the same effect with all its values; give it one value"
+                )
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points

@@ -11,8 +11,9 @@ from typing import Any
 
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import explain_hydra
+from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import is_rank_zero, replace_dead_output, sanitize_line
+from minigpt.utils.terminal import replace_dead_output, sanitize_line
 
 IMPORTED_FROM = "modules are imported from the working folder and the installed packages"
 
@@ -33,7 +34,9 @@ def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            of_all_ranks = getattr(error, "of_all_ranks", code != 1)  # bad input, signals, divergence
+            of_all_ranks = getattr(
+                error, "of_all_ranks", code != 1
+            )  # bad input, signals, divergence
             replace_dead_output(ends_script=False)  # the interpreter flushes again at exit
             if message and (is_rank_zero() or not of_all_ranks):
                 print(message, file=sys.stderr)
@@ -55,10 +58,14 @@ def explain(error: BaseException) -> tuple[str, int]:
         key = str(error).rpartition("full_key: ")[2].strip()
         return sanitize_line(f"error: {key}._target_: {cause}; {IMPORTED_FROM}"), 2
     # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
-    if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
+    if cause and (
+        name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)
+    ):
         return explain(cause)
     # Hydra raises built-in errors for some of its syntax. The stream of a script raises others than a socket.
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
     if isinstance(error, UserError):
         message, code = f"error: {error}", error.exit_code
@@ -75,8 +82,17 @@ def explain(error: BaseException) -> tuple[str, int]:
     elif isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
-        message, code = f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
+        advice = (
+            "; free some space, or choose another folder"
+            if full
+            else "; choose another folder"
+            if where
+            else ""
+        )
+        message, code = (
+            f"error: {where}{error.strerror.lower()}{advice}",
+            2 if where and not full else 1,
+        )
     elif isinstance(error, MemoryError) or name == "OutOfMemoryError":
         message = "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model"
         code = 1

@@ -35,7 +35,9 @@ class Diverged(RunError):
         )
 
 
-def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
+def require(
+    key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = ""
+) -> None:
     """Raise UserError unless `accepts(value)`: KEY must be EXPECTED, got VALUE; ADVICE.
 
     Args:
@@ -46,4 +48,6 @@ def require(key: str, value: object, accepts: Callable[[Any], bool], expected: s
     if not accepts(value):
         if isinstance(value, int | float) and value >= 1 << 63 and "integer ≥" in expected:
             advice = f"the largest is {(1 << 63) - 1}"
-        raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))
+        raise UserError(
+            f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else "")
+        )

@@ -72,7 +72,9 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
     if (
         cache
         and len(known) > n_cached
-        and all(key.count(" ") > 3 and key[-1].isdecimal() for key in known)  # else it is of the user
+        and all(
+            key.count(" ") > 3 and key[-1].isdecimal() for key in known
+        )  # else it is of the user
     ):
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,22 @@ from minigpt.utils.terminal import did_you_mean
 
 # Settings of other programs for training, by their names there.
 _ELSEWHERE = {
-    **{"device": "trainer", "dataset": "data", "learning_rate": "optimizer.lr", "max_iters": "max_steps"},
+    **{
+        "device": "trainer",
+        "dataset": "data",
+        "learning_rate": "optimizer.lr",
+        "max_iters": "max_steps",
+    },
     **{"eval_interval": "eval_every", "eval_iters": "eval_batches", "log_interval": "log_every"},
-    **{"warmup_iters": "schedule.warmup_steps", "grad_clip": "trainer.gradient_clip_val", "dtype": "trainer.precision"},
-    **{"gradient_accumulation_steps": "trainer.accumulate_grad_batches", "out_dir": "hydra.run.dir"},
+    **{
+        "warmup_iters": "schedule.warmup_steps",
+        "grad_clip": "trainer.gradient_clip_val",
+        "dtype": "trainer.precision",
+    },
+    **{
+        "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+        "out_dir": "hydra.run.dir",
+    },
     **{"epochs": "max_steps", "max_epochs": "max_steps", "batch_size": "data.batch_size"},
 }
 
@@ -22,11 +34,17 @@ def explain_hydra(error: BaseException) -> str:
     cause, text = error.__cause__, str(error)
     if (override := getattr(error, "override", None)) is not None:
         key, equals, value = override.partition("=")
-        full = re.sub(r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value)  # without commas beside which is no value
+        full = re.sub(
+            r"(^|[\[({])[\s,]*,|,(?=\s*([,\])}]|$))", r"\1", value
+        )  # without commas beside which is no value
         if full != value:
             return f"{override} has a comma without a value beside it; write {shell_quote(f'{key}={full}')}"
         # In single quotes a shell replaces nothing, and in double quotes it passes on those of Hydra.
-        quoted = shell_quote(f'{key}="{value}"') if re.search(r"[$`!]", value) else f"\"{key}='{value}'\""
+        quoted = (
+            shell_quote(f'{key}="{value}"')
+            if re.search(r"[$`!]", value)
+            else f"\"{key}='{value}'\""
+        )
         written = "key=value" if not equals or re.search(r"['\"\\]", value) else quoted
         return f"cannot parse the override {override}; in a shell, write {written}"
     if isinstance(error, RecursionError):
@@ -39,7 +57,9 @@ def explain_hydra(error: BaseException) -> str:
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name, settings = unknown[1], _settings()
         group = name.partition(".")[0]
-        if chosen := [choice for choice in settings.get(name, ()) if choice.startswith(f"{group}=")]:
+        if chosen := [
+            choice for choice in settings.get(name, ()) if choice.startswith(f"{group}=")
+        ]:
             return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
         if name in _ELSEWHERE:
             return f"{name} does not exist; write {_ELSEWHERE[name]}=…"
@@ -69,7 +89,11 @@ def _settings() -> dict[str, list[str]]:
         inside = group in (".", "hydra/help") or "@package _global_" in text
         for key in _keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."):
             found.setdefault(key, []).append(f"{group}={file.stem}")
-    return {key: files for key, files in found.items() if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
+    return {
+        key: files
+        for key, files in found.items()
+        if not key.startswith((".", "hydra.sweeper.params.", "sweep."))
+    }
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:

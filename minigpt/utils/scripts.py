@@ -13,7 +13,9 @@ from minigpt.utils.errors import UserError
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = (_PACKAGE / "configs").is_dir()  # a wheel has configs/ and scripts/ inside the package
 ROOT = _PACKAGE if INSTALLED else _PACKAGE.parent  # the folder of configs/ and scripts/
-PIP_INSTALL = 'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{}]" -c constraints.txt'
+PIP_INSTALL = (
+    'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{}]" -c constraints.txt'
+)
 
 
 def usage(script: str) -> str:
@@ -57,4 +59,6 @@ def import_extra(module: str, needed_by: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UserError(f"{needed_by} needs {module.partition('.')[0]}; {PIP_INSTALL.format(extra)}") from error
+        raise UserError(
+            f"{needed_by} needs {module.partition('.')[0]}; {PIP_INSTALL.format(extra)}"
+        ) from error

@@ -10,7 +10,9 @@ from typing import Any
 
 # Windows has neither of the first two, and it alone has the third.
 REQUEUE_SIGNAL: Any = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption
-HANGUP_SIGNAL: Any = getattr(signal, "SIGHUP", None)  # sent twice when a terminal closes: by the shell and the system
+HANGUP_SIGNAL: Any = getattr(
+    signal, "SIGHUP", None
+)  # sent twice when a terminal closes: by the shell and the system
 BREAK_SIGNAL: Any = getattr(signal, "SIGBREAK", None)  # Ctrl-Break
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, BREAK_SIGNAL, HANGUP_SIGNAL, REQUEUE_SIGNAL)
 END_SIGNALS = [signum for signum in _SIGNALS if signum]
@@ -46,7 +48,9 @@ def raise_on_signal() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def handle_signals(signums: Collection[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def handle_signals(
+    signums: Collection[int], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
     """Handle signals with a function, and END_SIGNALS with their previous handlers afterwards; not in a thread.
 
     Ignored ones stay ignored.

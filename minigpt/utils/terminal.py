@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from minigpt.utils.ranks import is_rank_zero
+
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
 _VISIBLE = {
@@ -18,46 +20,12 @@ _VISIBLE = {
     **{code: f"⟨U+{code:04X}⟩" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},
 }
 _TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
-RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable of the ranks that Lightning starts
-# What makes a process a rank: its rank and the number of ranks, up to three more numbers, and others.
-TORCHRUN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("MASTER_ADDR", "TORCHELASTIC_RUN_ID"),
-)
-LIGHTNING = ("LOCAL_RANK", "WORLD_SIZE")
-SRUN = (
-    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
-    "SLURM_STEP_NODELIST",
-)
 
 
 def warn(message: str) -> None:
     """Print a one-line warning on rank 0."""
     if is_rank_zero():
         log(f"warning: {message}")
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, or a process alone."""
-    return not any(env_number(name, 0) for name in rank_variables()[:1])
-
-
-def rank_variables() -> tuple[str, ...]:
-    """Return the environment variables that make this process a rank of torchrun, Lightning or srun; else none.
-
-    Some of them are set in other processes too: by Kubeflow, by notebooks, in the batch script of a SLURM job.
-    """
-    if all(name in os.environ for name in TORCHRUN):
-        return TORCHRUN
-    if RANK_ZERO_PID in os.environ and env_number("LOCAL_RANK", 0):
-        return LIGHTNING
-    is_step = all(name in os.environ for name in SRUN) and env_number("SLURM_STEP_NUM_TASKS", 1) > 1
-    return SRUN if is_step else ()
-
-
-def env_number(name: str, default: int) -> int:
-    """Return the number with which an environment variable begins, 4 of "4,2"; `default` if it begins with none."""
-    return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
 
 
 def notebook() -> Any:
@@ -72,7 +40,9 @@ def log(line: str) -> None:
 
 def escape_unencodable() -> None:
     """Let stdout escape characters that its encoding lacks, such as those of a sample in ASCII; stderr always does."""
-    if hasattr(sys.stdout, "reconfigure"):  # the streams of notebooks have none, and lack no character
+    if hasattr(
+        sys.stdout, "reconfigure"
+    ):  # the streams of notebooks have none, and lack no character
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
@@ -90,11 +60,17 @@ def replace_dead_output(*, ends_script: bool) -> None:
         )
         setattr(sys, name, stream)
         for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
-            setattr(stream, method, partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script))
+            setattr(
+                stream,
+                method,
+                partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script),
+            )
     escape_unencodable()
 
 
-def _write_or_replace(method: Callable[..., int], descriptor: Callable[[], int], ends_script: bool, *args: str) -> int:
+def _write_or_replace(
+    method: Callable[..., int], descriptor: Callable[[], int], ends_script: bool, *args: str
+) -> int:
     try:
         return method(*args)
     except OSError:
@@ -132,6 +108,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = sorted(set(known) - {name})
     leaf = name.rpartition(".")[2]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [
-        key for key in known if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], cutoff=0.75)
+        key
+        for key in known
+        if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], cutoff=0.75)
     ]
     return f" (did you mean {close[0]}?)" if close else ""

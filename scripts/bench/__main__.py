@@ -24,7 +24,14 @@ from typing import Any
 
 from common import TRAIN, launch, machine, run_bare, summary, table
 from sampling import sampling
-from time_to_loss import BASELINE, LOSSES, plot_time_to_loss, run_baseline, show_time_to_loss, time_to_loss
+from time_to_loss import (
+    BASELINE,
+    LOSSES,
+    plot_time_to_loss,
+    run_baseline,
+    show_time_to_loss,
+    time_to_loss,
+)
 
 from minigpt.utils.cli import cli_entrypoint
 
@@ -38,7 +45,15 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             run = folder / f"{recipe.replace('/', '_')}{i}"
             settings = [f"experiment={recipe}", f"max_steps={args.steps}", *args.overrides]
             bare = run_bare(*settings)
-            launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
+            launch(
+                [
+                    sys.executable,
+                    TRAIN,
+                    *settings,
+                    f"eval_every={args.steps}",
+                    f"hydra.run.dir={run}",
+                ]
+            )
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
             row |= {
                 f"{recipe}: bare tokens/s": bare_speed,
@@ -48,7 +63,10 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             if recipe == "nanogpt_cpu":
                 result = run_baseline(BASELINE, 1337, [*args.overrides, *settings[1:2]])
                 baseline = result["tokens"] / result["train s"]
-                row |= {"nanogpt_cpu: baseline tokens/s": baseline, "nanogpt_cpu: ratio to baseline": speed / baseline}
+                row |= {
+                    "nanogpt_cpu: baseline tokens/s": baseline,
+                    "nanogpt_cpu: ratio to baseline": speed / baseline,
+                }
         rows.append(row)
     return rows
 
@@ -60,7 +78,9 @@ def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
     for measurement in rows[0]:
         values = [row[measurement] for row in rows]
         figures = statistics.median(values), min(values), max(values)
-        lines.append([measurement, *(f"{value:,.{3 if value < 1000 else 0}f}" for value in figures)])
+        lines.append(
+            [measurement, *(f"{value:,.{3 if value < 1000 else 0}f}" for value in figures)]
+        )
     print(table(["measurement", "median", "min", "max"], lines))
 
 
@@ -68,11 +88,17 @@ def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Parse the command line, run a benchmark, print and write the results."""
     benchmarks = {function.__name__: function for function in (step, time_to_loss, sampling)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("benchmark", choices=benchmarks)
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="training steps of step (default: %(default)s)")
-    parser.add_argument("--recipes", type=lambda s: s.split(","), metavar="NAME,…", help="for step and time_to_loss")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="training steps of step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--recipes", type=lambda s: s.split(","), metavar="NAME,…", help="for step and time_to_loss"
+    )
     parser.add_argument(
         "--losses",
         type=lambda s: [float(x) for x in s.split(",")],
@@ -80,7 +106,9 @@ def main() -> None:
         metavar="X,X,…",
         help="validation losses; for time_to_loss",
     )
-    parser.add_argument("--overrides", nargs="*", default=[], help="overrides of train.py for every recipe")
+    parser.add_argument(
+        "--overrides", nargs="*", default=[], help="overrides of train.py for every recipe"
+    )
     parser.add_argument("--out", type=Path, help="JSON file (default: runs/bench/BENCHMARK.json)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +116,9 @@ def main() -> None:
     out = args.out or Path("runs/bench") / f"{args.benchmark}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
-        json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1)
+        + "\n",
+        encoding="utf-8",
     )
     if args.benchmark == "time_to_loss":
         plot_time_to_loss(rows, args.losses, out.with_suffix(".png"))

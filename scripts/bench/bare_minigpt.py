@@ -19,11 +19,11 @@ from hydra import compose, initialize_config_dir
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
-from minigpt.device import half_dtype
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.runs.trainer import partial_from_config
+from minigpt.training.precision import half_dtype
 from minigpt.utils.cli import cli_entrypoint
 
 FIRST_STEPS = 10  # of a GPU: they compile
@@ -46,7 +46,9 @@ def main() -> None:
     if cfg.compile:
         model.compile()
     optimizer = partial_from_config("optimizer", cfg.optimizer)(model)
-    schedule = LambdaLR(optimizer, partial(partial_from_config("schedule", cfg.schedule), max_steps=cfg.max_steps))
+    schedule = LambdaLR(
+        optimizer, partial(partial_from_config("schedule", cfg.schedule), max_steps=cfg.max_steps)
+    )
     tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64)).to(device)
     B, T = cfg.data.batch_size, cfg.model.block_size
     window = torch.arange(T + 1, device=device)

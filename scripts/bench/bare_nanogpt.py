@@ -52,7 +52,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         p = self.dropout if self.training else 0.0
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # (B, H, T, D) each
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, H, T, D)
         x = x + F.dropout(self.attention_out(heads.transpose(1, 2).flatten(2)), p)
         return x + F.dropout(self.mlp_out(F.gelu(self.mlp_in(self.norm2(x)))), p)
@@ -64,13 +66,19 @@ class GPT(nn.Module):
     def __init__(self, vocab_size: int, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
-        self.tokens, self.positions = nn.Embedding(vocab_size, recipe.width), nn.Embedding(recipe.block, recipe.width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocab_size, recipe.width),
+            nn.Embedding(recipe.block, recipe.width),
+        )
         self.blocks = nn.Sequential(*(Block(recipe) for _ in range(recipe.layers)))
         self.norm = nn.LayerNorm(recipe.width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 residual_projection = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * recipe.layers) if residual_projection else 0.02)
+                nn.init.normal_(
+                    parameter,
+                    std=0.02 / math.sqrt(2 * recipe.layers) if residual_projection else 0.02,
+                )
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss in nats per token; inputs and targets are (B, T)."""
@@ -96,20 +104,28 @@ def validate(model: GPT, tokens: Tensor) -> float:
     model.eval()
     for start in range(0, full, VAL_BATCH * block):
         part = slice(start, min(start + VAL_BATCH * block, full))
-        loss = model.forward(inputs[part].view(-1, block), targets[part].view(-1, block))  # is not compiled
+        loss = model.forward(
+            inputs[part].view(-1, block), targets[part].view(-1, block)
+        )  # is not compiled
         total += loss.item() * (part.stop - part.start)
     if full < len(inputs):
-        total += model.forward(inputs[None, full:], targets[None, full:]).item() * (len(inputs) - full)
+        total += model.forward(inputs[None, full:], targets[None, full:]).item() * (
+            len(inputs) - full
+        )
     model.train()
     return total / len(inputs)
 
 
 def main() -> None:
     """Train, and print training seconds and validation loss."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", type=Path)
     parser.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
-    parser.add_argument("--eval_every", type=int, default=50, help="optimizer steps between validations")
+    parser.add_argument(
+        "--eval_every", type=int, default=50, help="optimizer steps between validations"
+    )
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--device", choices=RECIPES, default="cpu")
     args = parser.parse_args()

@@ -36,7 +36,9 @@ def launch(
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
         variables = {**os.environ, **(env or {})}
-        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=errors, cwd=ROOT, env=variables)
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=errors, cwd=ROOT, env=variables
+        )
         seen = None
         while process.poll() is None:
             if watch is not None and seen is None and watch.exists():
@@ -49,13 +51,17 @@ def launch(
     if process.returncode:
         sys.stderr.write(stderr)
         *_, reason = [stdout, *stderr.strip().splitlines()]
-        raise UserError(f"{' '.join(map(str, command))} exited with code {process.returncode}: {reason}")
+        raise UserError(
+            f"{' '.join(map(str, command))} exited with code {process.returncode}: {reason}"
+        )
     return stdout, seen or seconds
 
 
 def run_bare(*settings: str) -> dict[str, Any]:
     """Run the bare loop over minigpt's model; return its measurements."""
-    results: dict[str, Any] = json.loads(launch([sys.executable, BARE_MINIGPT, *settings])[0].splitlines()[-1])
+    results: dict[str, Any] = json.loads(
+        launch([sys.executable, BARE_MINIGPT, *settings])[0].splitlines()[-1]
+    )
     return results
 
 
@@ -63,16 +69,24 @@ def bare_nanogpt(settings: Sequence[str]) -> tuple[str, float]:
     """Run the baseline with those settings that it supports: data.path, max_steps, eval_every, seed and device."""
     values = dict(setting.split("=", 1) for setting in settings)
     text = Path(values["data.path"]).resolve() if "data.path" in values else text_file()
-    options = [f"--{name}={values[name]}" for name in ("max_steps", "eval_every", "seed", "device") if name in values]
+    options = [
+        f"--{name}={values[name]}"
+        for name in ("max_steps", "eval_every", "seed", "device")
+        if name in values
+    ]
     return launch([sys.executable, BARE_NANOGPT, text, *options])
 
 
 def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from; raise UserError if there is only the stand-in."""
-    data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
+    data = yaml.safe_load(
+        (ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8")
+    )["data"]
     file = find_text(data | {"folder": ROOT / "data"}).resolve()
     if file.stem not in (data["name"], f"{data['name']}-{data['sha256'][:12]}"):
-        raise UserError(f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with {data['name']}.txt")
+        raise UserError(
+            f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with {data['name']}.txt"
+        )
     return file
 
 

@@ -36,14 +36,16 @@ from common import TRAIN, launch, machine, metrics, run_bare, seconds, summary, 
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
 from time_to_loss import crossing, nanogpt_estimate, run_baseline, run_recipe, spread
 
-from minigpt.config import GPTConfig
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.runs.callbacks.metrics import PEAK_FLOPS
 from minigpt.utils.checks import POSITIVE_INT, one_of
 from minigpt.utils.cli import cli_entrypoint, error_text
 from minigpt.utils.errors import UserError, require
 
-LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
+LOSS = (
+    1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
+)
 # Rehearsals train a model that a CPU trains in seconds; these override the values of every run.
 TINY = [
     "model.n_layer=1",
@@ -53,9 +55,19 @@ TINY = [
     "model.n_inner=null",
     "model.block_size=16",
 ]
-TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5", "originality=50"]
+TINY += [
+    "model.vocab_size=512",
+    "trainer=cpu",
+    "compile=false",
+    "callbacks.samples.max_new_tokens=5",
+    "originality=50",
+]
 # A run does no more than train: no samples, no snapshots, and no text at its end.
-ONLY_TRAINING = ["callbacks.samples.max_new_tokens=1", "callbacks.snapshots=null", "originality=null"]
+ONLY_TRAINING = [
+    "callbacks.samples.max_new_tokens=1",
+    "callbacks.snapshots=null",
+    "originality=null",
+]
 # 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
 GPT2 = ["model.vocab_size=50304", "model.bias=false", "data.eval_batch_size=8", "eval_batches=1"]
 
@@ -77,7 +89,8 @@ class Session:
         if args.rehearse:
             self.text = folder / "text.txt"
             self.text.write_text(
-                "".join(f"{i}: ROMEO: What light, {i * i % 97}.\n" for i in range(800)), encoding="utf-8"
+                "".join(f"{i}: ROMEO: What light, {i * i % 97}.\n" for i in range(800)),
+                encoding="utf-8",
             )
             self.settings = [*TINY, f"data.path={self.text}", f"data.folder={folder}/data"]
 
@@ -94,7 +107,10 @@ class Session:
             self.failed |= "out of memory" not in values["error"]
             print(f"{part}: {label}: {values['error']}", file=sys.stderr, flush=True)
         row = {"part": part, "row": label, **values, "minutes": (time.perf_counter() - start) / 60}
-        row |= {"machine": f"{self.name}, {machine()}, torch {torch.__version__}", "command": " ".join(sys.argv)}
+        row |= {
+            "machine": f"{self.name}, {machine()}, torch {torch.__version__}",
+            "command": " ".join(sys.argv),
+        }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -131,7 +147,10 @@ def time_to_loss(session: Session, recipe: str) -> None:
             result = run_recipe(recipe, seed, run, [*session.settings, *short])
             curve = result.pop("curve")
             reached = crossing(curve, LOSS)
-            row |= result | {"best loss": min(point["loss"] for point in curve), "tokens/s": steady_speed(run)}
+            row |= result | {
+                "best loss": min(point["loss"] for point in curve),
+                "tokens/s": steady_speed(run),
+            }
             row[f"train s to {LOSS}"] = reached["seconds"] if reached else "not reached"
             row["estimate"] = nanogpt_estimate(run)
 
@@ -141,8 +160,12 @@ def nanogpt(session: Session) -> None:
     every, device = 10 if session.rehearse else 100, session.device.type
     settings = [*session.settings, f"max_steps={3 * every}", f"eval_every={every}"]
     with session.row("recipes", f"nanogpt_gpu, {3 * every} steps, and a bare loop") as row:
-        row["tokens/s"] = steady_speed(session.train("nanogpt", "experiment=nanogpt_gpu", *settings))
-        first, *_, last = run_baseline("baseline", session.seeds[0], [*settings, f"device={device}"])["curve"]
+        row["tokens/s"] = steady_speed(
+            session.train("nanogpt", "experiment=nanogpt_gpu", *settings)
+        )
+        first, *_, last = run_baseline(
+            "baseline", session.seeds[0], [*settings, f"device={device}"]
+        )["curve"]
         per_step = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
         row["bare tokens/s"] = BASELINES[device].batch * BASELINES[device].block / per_step
         row["ratio"] = row["tokens/s"] / row["bare tokens/s"]
@@ -152,12 +175,25 @@ def gpt2(session: Session) -> None:
     """Train GPT-2 with growing batches of sequences of 1,024 tokens, beside a bare loop."""
     peak = 1e12 if session.rehearse else PEAK_FLOPS.get(session.name, float("nan"))
     for batch in (2,) if session.rehearse else (16, 32, 64):
-        settings = ["model=gpt2", "compile=true", "max_steps=40", "eval_every=40", *GPT2, *session.settings]
+        settings = [
+            "model=gpt2",
+            "compile=true",
+            "max_steps=40",
+            "eval_every=40",
+            *GPT2,
+            *session.settings,
+        ]
         with session.row("gpt2", f"batch {batch}") as row:
             bare = run_bare(*settings, f"data.batch_size={batch}")
             speed, flops = bare["steady_tokens_per_second"], bare["flops_per_token"]
-            row |= {"bare tokens/s": speed, "bare MFU": speed * flops / peak, "peak GB": bare["peak_gb"]}
-            row["tokens/s"] = steady_speed(session.train(f"gpt2-{batch}", *settings, f"data.batch_size={batch}"))
+            row |= {
+                "bare tokens/s": speed,
+                "bare MFU": speed * flops / peak,
+                "peak GB": bare["peak_gb"],
+            }
+            row["tokens/s"] = steady_speed(
+                session.train(f"gpt2-{batch}", *settings, f"data.batch_size={batch}")
+            )
             row["MFU"] = row["tokens/s"] * flops / peak
         if "error" in row:
             break  # a larger batch does not fit either
@@ -166,11 +202,20 @@ def gpt2(session: Session) -> None:
 def sampling(session: Session) -> None:
     """Generate with random weights of the size of GPT-2 in bfloat16, with minigpt and with transformers."""
     n, bandwidth = 8 if session.rehearse else 256, copied_bytes(session)
-    values = {"block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "bias": False}
+    values = {
+        "block_size": 1024,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_embd": 768,
+        "vocab_size": 50257,
+        "bias": False,
+    }
     values |= {"n_layer": 1, "n_embd": 24, "vocab_size": 512} if session.rehearse else {}
     model = GPT(GPTConfig(**values)).eval().to(session.device, torch.bfloat16)
     weights = 2 * model.config.num_params(positions=False)  # bytes
-    cache = 2 * 2 * values["n_layer"] * values["n_embd"] * n / 2  # bytes of keys and values, on average
+    cache = (
+        2 * 2 * values["n_layer"] * values["n_embd"] * n / 2
+    )  # bytes of keys and values, on average
     for streams in (1, 64):
         with session.row("sampling", f"{streams} streams") as row:
             speed = n * streams / session.timed(lambda s=streams: minigpt_tokens(model, n, s))
@@ -179,23 +224,34 @@ def sampling(session: Session) -> None:
     for streams in (1, 64) if find_spec("transformers") else ():
         with session.row("sampling", f"{streams} streams, transformers") as row:
             theirs = in_transformers(model.config).to(session.device, torch.bfloat16)
-            taken = session.timed(lambda m=theirs, s=streams: transformers_tokens(m, n, s, static=True))
+            taken = session.timed(
+                lambda m=theirs, s=streams: transformers_tokens(m, n, s, static=True)
+            )
             row["tokens/s"] = n * streams / taken
 
 
 def copied_bytes(session: Session) -> float:
     """Return the bytes per second that a copy reads and writes."""
-    source = torch.zeros(1 << (20 if session.rehearse else 30), dtype=torch.uint8, device=session.device)
+    source = torch.zeros(
+        1 << (20 if session.rehearse else 30), dtype=torch.uint8, device=session.device
+    )
     target = torch.zeros_like(source)
     return 2 * len(source) / session.timed(lambda: target.copy_(source), times=10)
 
 
 def memory(session: Session) -> None:
     """Measure the peak of torch's allocator in three training steps of 8 sequences."""
-    for preset in ("gpt2",) if session.rehearse else ("gpt2", "gpt2_xl", "gpt2_large", "gpt2_medium"):
+    for preset in (
+        ("gpt2",) if session.rehearse else ("gpt2", "gpt2_xl", "gpt2_large", "gpt2_medium")
+    ):
         for blocks in ("null", "1"):
             with session.row("memory", f"{preset}, checkpoint_blocks={blocks}") as row:
-                settings = [f"model={preset}", "data.batch_size=8", "max_steps=3", f"checkpoint_blocks={blocks}"]
+                settings = [
+                    f"model={preset}",
+                    "data.batch_size=8",
+                    "max_steps=3",
+                    f"checkpoint_blocks={blocks}",
+                ]
                 row["peak GB"] = run_bare(*settings, *GPT2, *session.settings)["peak_gb"]
 
 
@@ -209,8 +265,17 @@ def minutes(session: Session) -> None:
         for text, data in texts.items():
             with session.row("minutes", f"minutes={given}, {text}") as row:
                 folder = f"data.folder={session.folder}/data"
-                run = session.train(f"minutes{given}-{text}", f"minutes={given}", folder, *settings, *data)
-                names = ("best_val_loss", "best_val_bits_per_byte", "params", "steps", "seconds", "wall_seconds")
+                run = session.train(
+                    f"minutes{given}-{text}", f"minutes={given}", folder, *settings, *data
+                )
+                names = (
+                    "best_val_loss",
+                    "best_val_bits_per_byte",
+                    "params",
+                    "steps",
+                    "seconds",
+                    "wall_seconds",
+                )
                 row |= {name: summary(run)[name] for name in names}
 
 
@@ -224,9 +289,14 @@ def threads(session: Session) -> None:
                 settings = [f"experiment={recipe}", *session.settings, "trainer=cpu"]
                 settings += [f"max_steps={steps}", f"eval_every={steps}", "eval_batches=1"]
                 run = session.train(
-                    f"{recipe}-{count}", *settings, env={"OMP_NUM_THREADS": str(count)} if count else {}
+                    f"{recipe}-{count}",
+                    *settings,
+                    env={"OMP_NUM_THREADS": str(count)} if count else {},
                 )
-                row |= {"tokens/s": summary(run)["tokens_per_second"], "device": summary(run)["device"]}
+                row |= {
+                    "tokens/s": summary(run)["tokens_per_second"],
+                    "device": summary(run)["device"],
+                }
 
 
 def steady_speed(run: Path) -> float:
@@ -241,11 +311,18 @@ def tables(file: Path) -> str:
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        groups.setdefault((row.pop("machine"), row.pop("part")), {}).setdefault(row.pop("row"), []).append(row)
+        groups.setdefault((row.pop("machine"), row.pop("part")), {}).setdefault(
+            row.pop("row"), []
+        ).append(row)
     lines = []
     for (machine_name, part), labels in groups.items():
-        keys = dict.fromkeys(key for rows in labels.values() for row in rows for key in row if key != "command")
-        cells = [[label, *(cell([row.get(key) for row in rows]) for key in keys)] for label, rows in labels.items()]
+        keys = dict.fromkeys(
+            key for rows in labels.values() for row in rows for key in row if key != "command"
+        )
+        cells = [
+            [label, *(cell([row.get(key) for row in rows]) for key in keys)]
+            for label, rows in labels.items()
+        ]
         lines += [f"{machine_name}:", "", table([part, *keys], cells), ""]
     return "\n".join(lines)
 
@@ -264,12 +341,22 @@ PARTS = {part.__name__: part for part in (recipes, gpt2, sampling, memory, minut
 @cli_entrypoint
 def main() -> None:
     """Measure the parts; print the tables of all rows in the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU, to test this script")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of the recipes (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny models on a CPU, to test this script"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="of the recipes (default: %(default)s)"
+    )
     parser.add_argument("--text", type=Path, metavar="FILE", help="another text for minutes")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines (default: runs/bench/gpu.jsonl)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON lines (default: runs/bench/gpu.jsonl)"
+    )
     args = parser.parse_args()
     for part in args.parts:
         require("PART", part, *one_of(PARTS))

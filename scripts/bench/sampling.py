@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from common import seconds
 
-from minigpt.config import GPTConfig
-from minigpt.generation import generate
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
+from minigpt.sampling.generation import generate
 
 SHAPES = {  # nanoGPT's recipes for a CPU and for a GPU
     "nano": {"block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128},
@@ -36,8 +36,18 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 # With 16 streams of the larger model, the loop is run at every eighth length only.
                 stride = 8 if streams * model.config.n_embd > 4096 else 1
                 loop = without_cache(model, n, streams, stride)
-                ours = n * streams / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s), times=3)
-                other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s), times=3)
+                ours = (
+                    n
+                    * streams
+                    / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s), times=3)
+                )
+                other = (
+                    n
+                    * streams
+                    / seconds(
+                        lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s), times=3
+                    )
+                )
                 row |= {
                     f"{title}: no cache tokens/s": loop,
                     f"{title}: transformers tokens/s": other,
@@ -93,5 +103,7 @@ def transformers_tokens(model: Any, n: int, streams: int, *, static: bool = Fals
 
 def bandwidth() -> float:
     """Return the memory bandwidth of all threads in GB/s."""
-    numbers = torch.ones(BANDWIDTH_BYTES // 4)  # written first: untouched pages all map to one page of zeros
+    numbers = torch.ones(
+        BANDWIDTH_BYTES // 4
+    )  # written first: untouched pages all map to one page of zeros
     return BANDWIDTH_BYTES / 1e9 / min(seconds(numbers.sum) for _ in range(5))

@@ -31,17 +31,33 @@ from minigpt.utils.errors import UserError
 
 TOKENIZER = CharTokenizer("\n abcdeé€😀")
 SETTINGS = {
-    "Llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 1},
-    "post-norm": {"norm_position": "post", "qk_norm": True, "dropout": 0.3, "head_dim": 6, "n_inner": 20},
+    "Llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "n_kv_head": 1,
+    },
+    "post-norm": {
+        "norm_position": "post",
+        "qk_norm": True,
+        "dropout": 0.3,
+        "head_dim": 6,
+        "n_inner": 20,
+    },
     "tied": {"tie_embeddings": False},
 }
 SAVED: dict[str, Callable[[GPT], Any]] = {
     **dict.fromkeys(("GPT-2", "Llama", "post-norm"), lambda m: m),
-    "compiled by block": lambda m: m.blocks.__setitem__(1, torch.compile(m.blocks[1], backend="eager")),
+    "compiled by block": lambda m: m.blocks.__setitem__(
+        1, torch.compile(m.blocks[1], backend="eager")
+    ),
     "compiled": lambda m: torch.compile(m, backend="eager"),
     "data parallel": nn.DataParallel,
     "untied": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.wte.weight.detach().flip(0))),
-    "untied, with equal values": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.wte.weight.detach().clone())),
+    "untied, with equal values": lambda m: setattr(
+        m.lm_head, "weight", nn.Parameter(m.wte.weight.detach().clone())
+    ),
     "tied": lambda m: setattr(m.lm_head, "weight", m.wte.weight),
     "with a hook": lambda m: m.blocks[0].register_forward_hook(lambda module, args, x: None),
     "in float64": lambda m: m.double(),
@@ -54,7 +70,9 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     changed = SAVED[how](model)
     saved = changed if isinstance(changed, nn.Module) else model
     save_checkpoint(saved, TOKENIZER, str(tmp_path / "new" / "a.safetensors"))
-    assert ("a.safetensors does not hold the hooks of the model" in capsys.readouterr().err) == (how == "with a hook")
+    assert ("a.safetensors does not hold the hooks of the model" in capsys.readouterr().err) == (
+        how == "with a hook"
+    )
     loaded, tokenizer = load_checkpoint(tmp_path / "new" / "a.safetensors")
     assert tokenizer.to_dict() == TOKENIZER.to_dict()
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
@@ -66,7 +84,9 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     assert (loaded.lm_head.weight is loaded.wte.weight) == loaded.config.tie_embeddings == tied
     assert loaded.config.to_dict() == model.config.to_dict() | {"tie_embeddings": tied}
     stored = load_file(tmp_path / "new" / "a.safetensors")  # tied weights once
-    assert sum(weight.numel() for weight in stored.values()) == sum(weight.numel() for weight in model.parameters())
+    assert sum(weight.numel() for weight in stored.values()) == sum(
+        weight.numel() for weight in model.parameters()
+    )
 
 
 def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
@@ -77,10 +97,16 @@ def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
 
 
 NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
-    "blocks.0.mlp.up is of class torch.": lambda m: setattr(m.blocks[0].mlp, "up", OtherLinear(16, 64)),
-    "blocks.0.mlp.up.weight is missing": lambda m: prune.l1_unstructured(m.blocks[0].mlp.up, "weight", 0.5),
+    "blocks.0.mlp.up is of class torch.": lambda m: setattr(
+        m.blocks[0].mlp, "up", OtherLinear(16, 64)
+    ),
+    "blocks.0.mlp.up.weight is missing": lambda m: prune.l1_unstructured(
+        m.blocks[0].mlp.up, "weight", 0.5
+    ),
     "adapter is new": lambda m: m.add_module("adapter", nn.Linear(2, 2)),
-    "wpe.weight is changed in kind, shape": lambda m: setattr(m.wpe, "weight", nn.Parameter(torch.zeros(9, 16))),
+    "wpe.weight is changed in kind, shape": lambda m: setattr(
+        m.wpe, "weight", nn.Parameter(torch.zeros(9, 16))
+    ),
     "blocks.1 is no longer shared": lambda m: m.blocks.__setitem__(1, copy.deepcopy(m.blocks[0])),
 }
 
@@ -104,18 +130,30 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path
 def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
     for resume in (str(tmp_path), "auto"):
-        with pytest.raises(UserError, match="holds a model without its run; use a checkpoint of a training run"):
+        with pytest.raises(
+            UserError, match="holds a model without its run; use a checkpoint of a training run"
+        ):
             find_resumed(resume, tmp_path, checkpoint())
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 VALUES: dict[str, Any] = {
-    "tensors": [torch.empty(0, 4), torch.rand(3, 5).t(), torch.rand(1).expand(4), torch.tensor(2.5)],
+    "tensors": [
+        torch.empty(0, 4),
+        torch.rand(3, 5).t(),
+        torch.rand(1).expand(4),
+        torch.tensor(2.5),
+    ],
     "dtypes": [torch.ones(3).to(getattr(torch, name)) for name in DTYPES.split()],
     "integer keys": {0: {"exp_avg": torch.rand(2)}, 7: {}, "x": 1, -3: [4]},
     "tuples": [(0.9, 0.95), ((1,), []), ()],
     "numbers": [0, -1, (1 << 63) - 1, 1e-300, 0.1, float("inf"), True, False, None],
-    "keys with dots and dollars": {"a.b": torch.rand(1), "a": {"b": torch.rand(2)}, "$tensor": "x", "$dict": [["y"]]},
+    "keys with dots and dollars": {
+        "a.b": torch.rand(1),
+        "a": {"b": torch.rand(2)},
+        "$tensor": "x",
+        "$dict": [["y"]],
+    },
     "texts": ['é\n😀\x00\x1b"', "\ud800", ""],
 }
 
@@ -147,7 +185,9 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"):
+    with pytest.raises(
+        UserError, match=rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"
+    ):
         load_checkpoint(tmp_path / "a.safetensors")
 
 
@@ -161,14 +201,20 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monk
         (runs / name).touch()
         os.utime(runs / name, (1e9 - age, 1e9 - age))
     assert find_checkpoint(None) == find_checkpoint(runs / "m") == runs / "m" / BEST
-    assert find_checkpoint(runs / "m" / LAST) == find_checkpoint(runs / "m", last=True) == runs / "m" / LAST
+    assert (
+        find_checkpoint(runs / "m" / LAST)
+        == find_checkpoint(runs / "m", last=True)
+        == runs / "m" / LAST
+    )
     (runs / "m" / BEST).unlink()
     assert find_checkpoint(str(runs / "m")) == runs / "m" / LAST
     with pytest.raises(UserError, match="holds no"):
         find_checkpoint(runs)
 
 
-def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(tmp_path, monkeypatch):
+def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     sweep = Path("runs/sweeps/now")
     bits = {"0": "2.5", "1": "1.5", "2": "null", "3": "2.0"}
@@ -183,7 +229,9 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
     with pytest.raises(UserError, match=r"holds no checkpoints/best"):
         find_checkpoint(sweep, last=True)
     for name, value in bits.items():
-        (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}', encoding="utf-8")
+        (sweep / name / SUMMARY).write_text(
+            f'{{"best_val_bits_per_byte": {value}}}', encoding="utf-8"
+        )
     (sweep / "0" / SUMMARY).write_text("damaged")
     assert find_checkpoint(None) == find_checkpoint(sweep) == sweep / "1" / BEST
     (sweep / "1" / BEST).unlink()
@@ -197,12 +245,18 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
     write(checkpoint(), path)
     good, expected = path.read_bytes(), read(path)
     header = int.from_bytes(good[:8], "little") + 8
-    places = [*range(8), *torch.randint(header, (180,)).tolist(), *torch.randint(header, len(good), (90,)).tolist()]
+    places = [
+        *range(8),
+        *torch.randint(header, (180,)).tolist(),
+        *torch.randint(header, len(good), (90,)).tolist(),
+    ]
     for i, place in enumerate(places):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << i % 8]) + good[place + 1 :])
         if place < header:
             with suppress(UserError):
-                assert_same(read(path), expected)  # the bit is in `"format": "pt"` or in the padding
+                assert_same(
+                    read(path), expected
+                )  # the bit is in `"format": "pt"` or in the padding
         else:
             with pytest.raises(UserError, match="its checksum is wrong; use an older checkpoint"):
                 read(path)
@@ -222,12 +276,17 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-9])
     assert find() == (tmp_path / PREVIOUS, 20, {}, False)
-    warning = f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
+    warning = (
+        f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
+    )
     assert re.fullmatch(warning, capsys.readouterr().err)
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {}, False)
     (tmp_path / BEST).write_bytes(b"")
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be resumed; .*last\.safetensors is not a complete"):
+    with pytest.raises(
+        UserError,
+        match=r"no checkpoint in .* can be resumed; .*last\.safetensors is not a complete",
+    ):
         find()
 
 
@@ -250,4 +309,7 @@ def checkpoint() -> dict[str, Any]:
     model = make_model()
     run = {"seed": 7, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "data": None}
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, TOKENIZER, config=run, corpus_sha256="ab12")}
+    return {
+        "state_dict": weights,
+        **contents(model.config, TOKENIZER, config=run, corpus_sha256="ab12"),
+    }

@@ -32,12 +32,20 @@ def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
     with torch.no_grad():
         logits = theirs(windows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert run.loss == pytest.approx(expected.item(), abs=2e-3)  # the last window, which is shorter, is left out here
+    assert run.loss == pytest.approx(
+        expected.item(), abs=2e-3
+    )  # the last window, which is shorter, is left out here
     digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
     source = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
-    assert run.summary["init_from"] == read(run.folder / BEST)["minigpt"]["provenance"]["init_from"] == source
+    assert (
+        run.summary["init_from"]
+        == read(run.folder / BEST)["minigpt"]["provenance"]["init_from"]
+        == source
+    )
     more = ["max_steps=20", "optimizer.lr=1e-2"]
-    tuned = train(f"init_from={gpt2_folder}", *UNCHANGED, *more, folder=run.folder.with_name("tuned"))
+    tuned = train(
+        f"init_from={gpt2_folder}", *UNCHANGED, *more, folder=run.folder.with_name("tuned")
+    )
     assert tuned.loss < run.loss - 1
 
 
@@ -50,14 +58,20 @@ def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(train, train
     assert tokenizers[0] == tokenizers[1]
 
 
-def test_a_run_keeps_the_start_and_end_tokens_of_a_folder_and_needs_no_embedding_of_its_padding(train, tmp_path):
-    folder = make_instruct_folder(tmp_path / "a", bos_token="<|endoftext|>", add_bos_token=True, ends=[2, 1, 4])
+def test_a_run_keeps_the_start_and_end_tokens_of_a_folder_and_needs_no_embedding_of_its_padding(
+    train, tmp_path
+):
+    folder = make_instruct_folder(
+        tmp_path / "a", bos_token="<|endoftext|>", add_bos_token=True, ends=[2, 1, 4]
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.add_special_tokens({"pad_token": "<pad>"})  # without a new embedding
     theirs.save_pretrained(folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert theirs.pad_token_id == find_pretrained(str(folder)).config.vocab_size
-    run = train(f"init_from={folder}", "max_steps=1", "model.block_size=16", folder=tmp_path / "run")
+    run = train(
+        f"init_from={folder}", "max_steps=1", "model.block_size=16", folder=tmp_path / "run"
+    )
     model, tokenizer = load_checkpoint(run.folder)
     for text in ("Hello", "a<|im_end|>b"):
         assert encode_prompt(tokenizer, text).tolist() == theirs(text).input_ids
@@ -89,12 +103,22 @@ def test_a_run_resumes_without_the_source_of_its_weights(train, gpt2_folder, tmp
         in capsys.readouterr().err
     )
     check_same_end(whole.folder, auto)
-    assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
+    assert (
+        resumed.summary["init_from"] == whole.summary["init_from"]
+    )  # of the weights that the run started from
 
 
-def test_finetuning_has_no_warmup_and_of_a_model_of_hugging_face_a_low_rate(train, trained, gpt2_folder, tmp_path):
+def test_finetuning_has_no_warmup_and_of_a_model_of_hugging_face_a_low_rate(
+    train, trained, gpt2_folder, tmp_path
+):
     def rates(*line):
-        run = train(*line, "max_steps=2", "log_every=1", "eval_every=2", folder=tmp_path / " ".join(line)[-40:])
+        run = train(
+            *line,
+            "max_steps=2",
+            "log_every=1",
+            "eval_every=2",
+            folder=tmp_path / " ".join(line)[-40:],
+        )
         return column(run.folder, "learning_rate")
 
     own = trained("max_steps=2")
@@ -102,17 +126,28 @@ def test_finetuning_has_no_warmup_and_of_a_model_of_hugging_face_a_low_rate(trai
     assert rates(f"init_from={own}") == [3e-3, 1.5e-3]
     given = ["optimizer=adamw", "schedule=constant", "schedule.warmup_steps=1"]
     assert rates(f"init_from={gpt2_folder}", *given) == [1.5e-3, 3e-3]
-    assert rates(f"init_from={gpt2_folder}", "optimizer.lr=1e-4", "schedule=constant") == [1e-4, 1e-4]
+    assert rates(f"init_from={gpt2_folder}", "optimizer.lr=1e-4", "schedule=constant") == [
+        1e-4,
+        1e-4,
+    ]
 
 
 def test_a_preparation_uses_the_tokenizer_of_the_model(call, text, gpt2_folder, tmp_path):
-    data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", f"init_from={gpt2_folder}"]
+    data = [
+        "data=text",
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+        f"init_from={gpt2_folder}",
+    ]
     prepared = call("prepare.py", *data)
     assert "vocabulary       293 ids" in prepared.stdout, prepared.stderr
     (ids,) = (tmp_path / "data/tokens").glob("*/train.bin")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
     written = torch.frombuffer(bytearray(ids.read_bytes()), dtype=torch.uint16)
-    assert written.tolist() == tokenizer(text.read_text(encoding="utf-8")[: int(20_000 * 0.9)]).input_ids
+    assert (
+        written.tolist()
+        == tokenizer(text.read_text(encoding="utf-8")[: int(20_000 * 0.9)]).input_ids
+    )
 
 
 def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path, monkeypatch):

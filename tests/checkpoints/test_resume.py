@@ -19,16 +19,23 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
-from minigpt.ema import EMA
-from minigpt.run_config import check_run
+from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary
+from minigpt.training.ema import EMA
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
-IGNORED = re.compile(r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'")
+IGNORED = re.compile(
+    r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'"
+)
 SAMPLES = "callbacks.samples.max_new_tokens=20"
-ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", SAMPLES]
+ACCUMULATED = [
+    "trainer.accumulate_grad_batches=2",
+    "data.eval_batch_size=16",
+    "model.dropout=0.1",
+    SAMPLES,
+]
 ACCUMULATED += ["ema_decay=0.9"]
 # log_every=5 does not divide 7: rows span checkpoints.
 OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1", SAMPLES]
@@ -36,7 +43,9 @@ OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1
 
 def state(file: Path) -> dict[str, Any]:
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(read(file))[0]]
-    values = {path: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
+    values = {
+        path: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves
+    }
     return {path: value for path, value in values.items() if not IGNORED.search(path)}
 
 
@@ -54,7 +63,9 @@ def broken_off(run: Path, step: int, folder: Path) -> Path:
 def check_same_end(one: Path, other: Path) -> None:
     assert state(one / LAST) == state(other / LAST)
     assert rows(one) == rows(other)
-    assert (one / "samples.txt").read_text(encoding="utf-8") == (other / "samples.txt").read_text(encoding="utf-8")
+    assert (one / "samples.txt").read_text(encoding="utf-8") == (other / "samples.txt").read_text(
+        encoding="utf-8"
+    )
     assert read(one / BEST)["global_step"] == read(other / BEST)["global_step"]
 
 
@@ -73,12 +84,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train, trained, tmp_path, nam
     whole = trained(*same)
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
     assert (first, last) == (7, 14) if "early" in name else (7, 20)
-    resumed = train(*same, "resume=auto", folder=broken_off(whole, first, tmp_path / "resumed")).folder
+    resumed = train(
+        *same, "resume=auto", folder=broken_off(whole, first, tmp_path / "resumed")
+    ).folder
     check_same_end(whole, resumed)
 
 
 def test_a_paused_run_continues_as_if_it_had_not_paused(train, trained, capsys):
-    same = [*OFTEN, "ema_decay=0.9", "optimizer=muon", "schedule=cosine", "trainer.accumulate_grad_batches=2"]
+    same = [
+        *OFTEN,
+        "ema_decay=0.9",
+        "optimizer=muon",
+        "schedule=cosine",
+        "trainer.accumulate_grad_batches=2",
+    ]
     whole = trained(*same)
     for pause_at, step in ((7, 7), (14, 14), (7, 14)):  # an earlier step trains nothing
         run = train(*same, f"pause_at={pause_at}", "resume=auto")
@@ -90,7 +109,9 @@ def test_a_paused_run_continues_as_if_it_had_not_paused(train, trained, capsys):
     check_same_end(whole, run.folder)
 
 
-@pytest.mark.parametrize("damaged", [(), ("summary.json", "metrics.csv", "samples.txt")], ids=["whole", "damaged"])
+@pytest.mark.parametrize(
+    "damaged", [(), ("summary.json", "metrics.csv", "samples.txt")], ids=["whole", "damaged"]
+)
 def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, damaged, capsys):
     whole = trained(*OFTEN)
     folder = broken_off(whole, 14 if damaged else 20, tmp_path / "killed")
@@ -122,9 +143,21 @@ RATES = ["+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonit
 
 
 @pytest.mark.parametrize("end", ["killed", "terminated", "paused"])
-def test_what_callbacks_log_has_the_step_of_the_other_metrics_and_once(train, trained, tmp_path, end):
-    same = [*OWN, *RATES, "max_steps=8", "eval_every=3", "log_every=2", "callbacks.checkpoint.save_top_k=9"]
-    ask = ["+callbacks.ask._target_=test_resume.Terminate", "+callbacks.ask.hook=on_train_batch_start"]
+def test_what_callbacks_log_has_the_step_of_the_other_metrics_and_once(
+    train, trained, tmp_path, end
+):
+    same = [
+        *OWN,
+        *RATES,
+        "max_steps=8",
+        "eval_every=3",
+        "log_every=2",
+        "callbacks.checkpoint.save_top_k=9",
+    ]
+    ask = [
+        "+callbacks.ask._target_=test_resume.Terminate",
+        "+callbacks.ask.hook=on_train_batch_start",
+    ]
     whole, folder = trained(*same), tmp_path / "run"
     if end == "killed":
         broken_off(whole, 3, folder)
@@ -139,7 +172,9 @@ def test_what_callbacks_log_has_the_step_of_the_other_metrics_and_once(train, tr
         assert all(row["step"] == row[name].removesuffix(".0") for row in found if row[name]), name
     rates = {row["step"]: row["learning_rate"] for row in found if row["learning_rate"]}
     names = ["own", "own_batch_step", "own_val", "lr-AdamW/pg1"]
-    assert rates == {row["step"]: row[names[-1]] for row in found if row[names[-1]] and row["step"] in rates}
+    assert rates == {
+        row["step"]: row[names[-1]] for row in found if row[names[-1]] and row["step"] in rates
+    }
     for name in names:
         expected = [row[name] for row in table(whole / "metrics.csv") if row[name]]
         assert [row[name] for row in found if row[name]] == expected, name
@@ -158,7 +193,11 @@ def test_after_a_kill_tensorboard_shows_each_step_once(train, tmp_path):
         train(*same, "resume=auto", folder=killed)
         logged = events.EventAccumulator(str(killed / "tensorboard")).Reload()
         for metric in ("train_loss", "val_loss", "own", "own_val"):
-            expected = [(int(row["step"]), float(row[metric])) for row in table(killed / "metrics.csv") if row[metric]]
+            expected = [
+                (int(row["step"]), float(row[metric]))
+                for row in table(killed / "metrics.csv")
+                if row[metric]
+            ]
             found = [(point.step, point.value) for point in logged.Scalars(metric)]
             assert found == [(step, pytest.approx(value)) for step, value in expected]
 
@@ -169,7 +208,12 @@ def test_a_file_of_the_user_beside_the_checkpoints_is_no_checkpoint(train, train
     mine = [folder / "checkpoints" / f"step-{name}.safetensors" for name in ("old", "7-copy", "")]
     for file in mine:
         file.write_text("mine")
-    assert train(*OFTEN, "callbacks.checkpoint.save_top_k=1", "resume=auto", folder=folder).summary["steps"] == 20
+    assert (
+        train(*OFTEN, "callbacks.checkpoint.save_top_k=1", "resume=auto", folder=folder).summary[
+            "steps"
+        ]
+        == 20
+    )
     check_same_end(whole, folder)
     assert [file.read_text(encoding="utf-8") for file in mine] == ["mine"] * 3
 
@@ -179,11 +223,18 @@ def test_a_file_of_the_user_beside_the_checkpoints_is_no_checkpoint(train, train
 def test_two_processes_resume_bit_for_bit(text, tmp_path):
     runs = []
     for strategy in ("ddp", "fsdp"):
-        same = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon"]
+        same = [
+            f"trainer={strategy}",
+            "trainer.accelerator=cpu",
+            "trainer.devices=2",
+            "optimizer=muon",
+        ]
         same += ["model.layer_repeats=2", "model.tie_embeddings=true"]
         same = [*small_run(text, tmp_path / "data", *same, *OFTEN), "ema_decay=0.9", "resume=auto"]
         for folder, pause_at in (("whole", "null"), ("paused", 7), ("paused", "null")):
-            runs.append([*same, f"pause_at={pause_at}", f"hydra.run.dir={tmp_path}/{strategy}/{folder}"])
+            runs.append(
+                [*same, f"pause_at={pause_at}", f"hydra.run.dir={tmp_path}/{strategy}/{folder}"]
+            )
     train_on_ranks(runs)
     for strategy in ("ddp", "fsdp"):
         check_same_end(tmp_path / strategy / "whole", tmp_path / strategy / "paused")
@@ -191,17 +242,23 @@ def test_two_processes_resume_bit_for_bit(text, tmp_path):
 
 def test_a_run_resumes_in_another_folder(train, trained, tmp_path):
     whole = trained(*OFTEN)
-    resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
+    resumed = train(
+        *OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new"
+    ).folder
     weights = [load_checkpoint(folder / LAST)[0].state_dict() for folder in (whole, resumed)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
     assert (tmp_path / "latest").resolve() == resumed
-    further = train("max_steps=22", *OFTEN, "resume=auto", folder=resumed).summary  # which keeps where the run began
+    further = train(
+        "max_steps=22", *OFTEN, "resume=auto", folder=resumed
+    ).summary  # which keeps where the run began
     assert further["resumed_from"] == f"{whole}/checkpoints/step-7.safetensors, step 7"
 
 
 def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train, trained, tmp_path):
-    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={trained()}", folder=tmp_path / "worse")
+    worse = train(
+        "max_steps=25", "optimizer.lr=0.5", f"resume={trained()}", folder=tmp_path / "worse"
+    )
     assert worse.loss > read_summary(trained())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
@@ -210,7 +267,10 @@ def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train, tr
     changes = ["max_steps=30", "optimizer.lr=0.0005", "optimizer.weight_decay=0.3"]
     resumed = train(f"resume={trained()}", *changes).folder
     warnings = capsys.readouterr().err
-    assert "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on" in warnings
+    assert (
+        "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on"
+        in warnings
+    )
     assert "optimizer.lr changed from 0.003 to 0.0005; it applies from step 20 on" in warnings
     expected, found = (
         {row["step"]: row["learning_rate"] for row in rows(folder) if row["learning_rate"]}
@@ -221,14 +281,20 @@ def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train, tr
 
 
 def test_save_top_k_checkpoints_are_kept(train):
-    line = ["eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9"]  # the losses hardly move
+    line = [
+        "eval_every=4",
+        "callbacks.checkpoint.save_top_k=2",
+        "optimizer.lr=1e-9",
+    ]  # the losses hardly move
     checkpoints = train(*line, "pause_at=12").folder / "checkpoints"
     mine = {"step-good.safetensors", "step-3.safetensors", "step-99.safetensors"}  # of the user
     for name in mine:
         (checkpoints / name).write_text("precious")
     run = train(*line, "resume=auto")
     assert {(checkpoints / name).read_text(encoding="utf-8") for name in mine} == {"precious"}
-    lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
+    lowest = sorted(
+        (float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"]
+    )[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
     steps = {f"step-{step}.safetensors" for _, step in lowest}
     assert kept - mine == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
@@ -236,11 +302,15 @@ def test_save_top_k_checkpoints_are_kept(train):
 
 
 def test_checkpoints_hold_the_ema_weights(trained):
-    content, plain = (read(trained(*ACCUMULATED, *more) / LAST) for more in ([], ["ema_decay=null"]))
+    content, plain = (
+        read(trained(*ACCUMULATED, *more) / LAST) for more in ([], ["ema_decay=null"])
+    )
     assert content["ema_updates"] == 20  # one per optimizer step
     for name, average in content["state_dict"].items():
         assert not torch.equal(average, content["unaveraged"][name]), name
-        assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])  # the EMA changes no training
+        assert torch.equal(
+            plain["state_dict"][name], content["unaveraged"][name]
+        )  # the EMA changes no training
 
 
 @pytest.mark.parametrize(
@@ -252,7 +322,9 @@ def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype, decay, updates
     weight = torch.nn.Parameter(torch.ones(1, dtype=dtype))
     average, expected = EMA([weight], decay), 1.0
     average.updates = updates
-    for t, value in enumerate([2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0] * rounds, start=updates + 1):
+    for t, value in enumerate(
+        [2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0] * rounds, start=updates + 1
+    ):
         weight.data.fill_(value)
         average.update()
         used = min(decay, (1 + t) / (10 + t))
@@ -266,13 +338,19 @@ def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype, decay, updates
 @pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("32-true", 0.999)])
 def test_means_that_the_precision_rounds_away_are_a_warning(train, precision, beta, capsys):
     train(f"optimizer.betas=[0.9,{beta}]", f"trainer.precision={precision}", "max_steps=1")
-    warned = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16" in capsys.readouterr().err
+    warned = (
+        "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16"
+        in capsys.readouterr().err
+    )
     assert warned == (precision == "bf16-true")
 
 
 def test_an_average_of_shards_in_half_precision_is_refused():
     half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
-    with pytest.raises(UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer="):
+    with pytest.raises(
+        UserError,
+        match=r"trainer\.precision must be another than bf16-true and 16-true with trainer=",
+    ):
         check_run(composed(*half))
     check_run(composed(*half, "ema_decay=null"))
 
@@ -280,7 +358,9 @@ def test_an_average_of_shards_in_half_precision_is_refused():
 class Poison(Callback):
     """Makes weights NaN before step 15."""
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 14:
             pl_module.model.wte.weight.data.fill_(torch.nan)
 
@@ -294,7 +374,9 @@ def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp
     assert all(weight.isfinite().all() for weight in last["state_dict"].values())
 
 
-@pytest.mark.parametrize("change", [{"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}])
+@pytest.mark.parametrize(
+    "change", [{"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}]
+)
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tmp_path, change):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
@@ -314,8 +396,15 @@ def test_a_run_that_cannot_resume_keeps_what_it_had_reached(train, tmp_path, kil
     with pytest.raises(OSError, match="no such device"):
         train("resume=auto", "+callbacks.fail._target_=test_resume.FailAtStart")
     failed = read_summary(tmp_path / "run")
-    assert (failed["status"], failed["reason"].split(": ")[1].split(" (")[0]) == ("failed", "no such device")
-    known = [name for name in reached if name.startswith(("best", "steps", "tokens", "flops", "params", "checkpoint"))]
+    assert (failed["status"], failed["reason"].split(": ")[1].split(" (")[0]) == (
+        "failed",
+        "no such device",
+    )
+    known = [
+        name
+        for name in reached
+        if name.startswith(("best", "steps", "tokens", "flops", "params", "checkpoint"))
+    ]
     known += [] if killed else ["seconds", "wall_seconds", "device"]
     known.remove("tokens_per_second")
     assert {name: failed[name] for name in known} == {name: reached[name] for name in known}
@@ -346,10 +435,14 @@ def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
-def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_resumed(train, tmp_path, text):
+def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_resumed(
+    train, tmp_path, text
+):
     (tmp_path / "texts").mkdir()
     for name, size in (("a_intro.txt", 400), ("b_book.txt", 9000)):
-        (tmp_path / "texts" / name).write_text(text.read_text(encoding="utf-8")[:size], encoding="utf-8")
+        (tmp_path / "texts" / name).write_text(
+            text.read_text(encoding="utf-8")[:size], encoding="utf-8"
+        )
     settings = [f"data.path={tmp_path}/texts", "max_steps=1"]
     last = train(*settings).folder / LAST
     train(f"data.path={tmp_path}/texts", "max_steps=2", "resume=auto")
@@ -371,14 +464,18 @@ def textless(train, trained, text, tmp_path):
     return [*same, "resume=auto"]
 
 
-def test_a_run_resumes_without_its_text_on_its_token_files(train, trained, textless, tmp_path, capsys):
+def test_a_run_resumes_without_its_text_on_its_token_files(
+    train, trained, textless, tmp_path, capsys
+):
     resumed = train(*textless)
     assert "mine.txt does not exist: resuming on the token files in " in capsys.readouterr().err
     check_same_end(trained(*OFTEN), resumed.folder)
     whole = read_summary(trained(*OFTEN))
     for name in ("corpus_sha256", "validated", "tokenizer"):
         assert resumed.summary[name] == whole[name]
-    further = train(*textless[:-1], "max_steps=21", f"resume={resumed.folder}", folder=tmp_path / "further")
+    further = train(
+        *textless[:-1], "max_steps=21", f"resume={resumed.folder}", folder=tmp_path / "further"
+    )
     assert further.summary["corpus_sha256"] == whole["corpus_sha256"]
 
 
@@ -393,24 +490,34 @@ def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_p
         ("tokenizer=byte", "other settings select the text"),
         ("data.val_fraction=0.2", "other settings select the text"),
         ("data.path=typo.txt", "other settings select the text"),
-        ("seed=1337", r"give a file, a folder, a pattern such as '\S*', or a list \[a.txt,b.txt\]$"),  # in a new folder
+        (
+            "seed=1337",
+            r"give a file, a folder, a pattern such as '\S*', or a list \[a.txt,b.txt\]$",
+        ),  # in a new folder
     ):
         missing = "typo.txt" if "typo" in change else "mine.txt"
         with pytest.raises(UserError, match=rf"data\.path=.*{missing} does not exist; .*{problem}"):
             train(*textless, change, folder=tmp_path / ("new" if "seed" in change else "run"))
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
     meta.write_text(
-        meta.read_text(encoding="utf-8").replace('"val_fraction": 0.1', '"val_fraction": 0.11'), encoding="utf-8"
+        meta.read_text(encoding="utf-8").replace('"val_fraction": 0.1', '"val_fraction": 0.11'),
+        encoding="utf-8",
     )
-    with pytest.raises(UserError, match=r"does not exist; .*; or restore its token files: .* has none of the run"):
+    with pytest.raises(
+        UserError, match=r"does not exist; .*; or restore its token files: .* has none of the run"
+    ):
         train(*textless)
 
 
-def test_token_files_of_another_split_are_refused_whatever_the_settings_are(train, trained, text, tmp_path):
+def test_token_files_of_another_split_are_refused_whatever_the_settings_are(
+    train, trained, text, tmp_path
+):
     train("data.val_fraction=0.2", "max_steps=1", folder=tmp_path / "other")
     for meta in tmp_path.glob("data/tokens/*/meta.json"):
         bins = [f"data.{split}_bin={meta.parent}/{split}.bin" for split in ("train", "val")]
-        with pytest.raises(UserError, match=r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"):
+        with pytest.raises(
+            UserError, match=r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"
+        ):
             train(*bins, "max_steps=21", f"resume={trained()}")
 
 
@@ -424,7 +531,9 @@ class Terminate(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("batch", "during"), [(18, "train"), (19, "train"), (19, "validation"), (39, "validation")])
+@pytest.mark.parametrize(
+    ("batch", "during"), [(18, "train"), (19, "train"), (19, "validation"), (39, "validation")]
+)
 def test_a_terminated_run_resumes_with_the_validation_that_was_due(train, trained, batch, during):
     ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
@@ -440,14 +549,29 @@ class Scaled(Callback):
         trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
-def test_a_run_that_is_terminated_at_a_step_that_16_mixed_skips_resumes_bit_for_bit(train, tmp_path):
-    scaled = ["+callbacks.scaled._target_=test_resume.Scaled", "max_steps=30", "eval_every=30", "log_every=1", SAMPLES]
+def test_a_run_that_is_terminated_at_a_step_that_16_mixed_skips_resumes_bit_for_bit(
+    train, tmp_path
+):
+    scaled = [
+        "+callbacks.scaled._target_=test_resume.Scaled",
+        "max_steps=30",
+        "eval_every=30",
+        "log_every=1",
+        SAMPLES,
+    ]
     ask = [f"+callbacks.ask.{setting}" for setting in ("_target_=test_resume.Terminate", "batch=4")]
     with pytest.raises(Interrupted):
         train(*scaled, *ask, "+callbacks.ask.hook=on_train_batch_start")
     norms = [float(row["grad_norm"]) for row in rows(tmp_path / "run")]
-    assert (len(norms), isfinite(norms[-1]), read(tmp_path / "run" / LAST)["global_step"]) == (5, False, 5)
-    resumed, whole = train(*scaled, "resume=auto").folder, train(*scaled, folder=tmp_path / "whole").folder
+    assert (len(norms), isfinite(norms[-1]), read(tmp_path / "run" / LAST)["global_step"]) == (
+        5,
+        False,
+        5,
+    )
+    resumed, whole = (
+        train(*scaled, "resume=auto").folder,
+        train(*scaled, folder=tmp_path / "whole").folder,
+    )
     assert isfinite(float(rows(whole)[-2]["grad_norm"]))  # the scale has fallen
     check_same_end(whole, resumed)
 
@@ -456,7 +580,10 @@ def test_a_run_resumes_on_a_gpu_with_the_other_16_bit_type(train):
     """Of bfloat16, there is no loss scale to restore."""
     scaled = "+callbacks.scaled._target_=test_resume.Scaled"
     train("trainer.precision=bf16-mixed", "eval_every=5", "pause_at=10")
-    assert train(scaled, "eval_every=5", "pause_at=15", "resume=auto").summary["precision"] == "16-mixed"
+    assert (
+        train(scaled, "eval_every=5", "pause_at=15", "resume=auto").summary["precision"]
+        == "16-mixed"
+    )
     found = train("trainer.precision=bf16-mixed", "eval_every=5", "resume=auto")
     assert (found.summary["steps"], found.summary["precision"]) == (20, "bf16-mixed")
 

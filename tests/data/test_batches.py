@@ -13,7 +13,7 @@ from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.run_config import RunConfig
+from minigpt.runs.run_config import RunConfig
 from minigpt.runs.trainer import TokenDataModule
 
 CPU = torch.device("cpu")
@@ -25,7 +25,9 @@ def positions(n):  # tokens equal to their positions, so that a batch shows whic
 
 def batches(n=1000, *, block_size=8, seed=0, first=0, **changes):
     options = {"batch_size": 4, "rank": 0, "world_size": 1, "stop": 100, "repeat": 0} | changes
-    return Batches(positions(n), WindowOrder(n, block_size, seed), first=lambda: first, device=CPU, **options)
+    return Batches(
+        positions(n), WindowOrder(n, block_size, seed), first=lambda: first, device=CPU, **options
+    )
 
 
 def validation(n, **changes):
@@ -63,7 +65,9 @@ def counts_of(epochs, n, block_size):
 
 
 def test_all_orders_of_a_few_windows_are_equally_likely():
-    windows = epochs_of(WindowOrder(21, 8, seed=0), 3000).argsort().argsort()  # by their place in the text
+    windows = (
+        epochs_of(WindowOrder(21, 8, seed=0), 3000).argsort().argsort()
+    )  # by their place in the text
     assert windows.shape == (3000, 3)
     deviation = np.sqrt(3000 / 3 * (1 - 1 / 3))  # of a count, when all are equally likely
     for position in range(3):
@@ -85,7 +89,13 @@ def test_epochs_differ_in_order_and_offset_and_a_huge_text_needs_no_list_of_wind
 def test_each_epoch_has_every_token_but_the_first_as_a_target(block_size, more, batch_size, seed):
     n = block_size + more
     windows = WindowOrder(n, block_size, seed).n_windows
-    run = batches(n, block_size=block_size, batch_size=batch_size, seed=seed, stop=-(-3 * windows // batch_size))
+    run = batches(
+        n,
+        block_size=block_size,
+        batch_size=batch_size,
+        seed=seed,
+        stop=-(-3 * windows // batch_size),
+    )
     read = np.concatenate(starts(run))[: 3 * windows].reshape(3, windows)  # in the order of reading
     assert read.min() >= 0
     assert read.max() < n - block_size  # the last target is the token after the window
@@ -100,12 +110,23 @@ def test_each_epoch_has_every_token_but_the_first_as_a_target(block_size, more, 
 @pytest.mark.parametrize(
     ("n", "block_size", "most"),
     # Near an end, where two windows may overlap at 8 places: 9/8. In a short text the ends are everywhere.
-    [(20_000, 128, 9 / 8), (3071, 64, 9 / 8), (3071, 1024, 2.1), (360, 128, 2.1), (3072, 1024, 2.1), (130, 128, 2)],
+    [
+        (20_000, 128, 9 / 8),
+        (3071, 64, 9 / 8),
+        (3071, 1024, 2.1),
+        (360, 128, 2.1),
+        (3072, 1024, 2.1),
+        (130, 128, 2),
+    ],
 )
 def test_over_epochs_all_targets_are_about_equally_frequent(n, block_size, most):
-    counts = counts_of(epochs_of(WindowOrder(n, block_size, seed=1), 1000), n, block_size)[:, 1:].mean(axis=0)
+    counts = counts_of(epochs_of(WindowOrder(n, block_size, seed=1), 1000), n, block_size)[
+        :, 1:
+    ].mean(axis=0)
     assert counts.min() >= 1
-    assert counts.max() <= most + 5 * 0.5 / np.sqrt(1000)  # standard deviations of a mean of ones and twos
+    assert counts.max() <= most + 5 * 0.5 / np.sqrt(
+        1000
+    )  # standard deviations of a mean of ones and twos
 
 
 def test_batches_from_a_step_equal_those_of_a_run_from_the_start_and_repeat(monkeypatch):
@@ -115,12 +136,18 @@ def test_batches_from_a_step_equal_those_of_a_run_from_the_start_and_repeat(monk
         assert starts(batches(stop=30, first=k)) == whole[k:]
     assert starts(batches(stop=30, seed=1)) != whole
     for repeat in (1, 3):
-        assert starts(batches(repeat=repeat, first=5, stop=20)) == [whole[i % repeat] for i in range(5, 20)]
+        assert starts(batches(repeat=repeat, first=5, stop=20)) == [
+            whole[i % repeat] for i in range(5, 20)
+        ]
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(4, [3] * 4), (5, [3, 3, 2, 2, 2])])
-def test_ranks_read_disjoint_parts_of_the_single_rank_batch_and_weights_correct_their_means(world_size, sizes):
-    shares = [batches(batch_size=12, rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_ranks_read_disjoint_parts_of_the_single_rank_batch_and_weights_correct_their_means(
+    world_size, sizes
+):
+    shares = [
+        batches(batch_size=12, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     for whole, *parts in zip(starts(batches(batch_size=12)), *map(starts, shares), strict=True):
         assert [len(part) for part in parts] == sizes
         assert sorted(start for part in parts for start in part) == sorted(whole)
@@ -134,7 +161,9 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
     for world_size in (1, 2, 3):
         counts, scored = set(), []
         for rank in range(world_size):
-            share = validation(n, block_size=block_size, batch_size=batch_size, rank=rank, world_size=world_size)
+            share = validation(
+                n, block_size=block_size, batch_size=batch_size, rank=rank, world_size=world_size
+            )
             read = list(share)
             counts |= {len(share), len(read)}
             for tokens, targets in read:
@@ -142,7 +171,9 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
                 assert len(tokens) > 0  # kernels and compiled models may refuse an empty batch
                 inside = targets != -100
                 assert torch.equal(targets[inside], tokens[inside] + 1)
-                assert torch.equal(tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside])
+                assert torch.equal(
+                    tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside]
+                )
                 assert not (tokens[inside.any(dim=1), 0] % block_size).any()  # adjacent windows
                 scored += targets[inside].tolist()
         assert len(counts) == 1  # a rank with one batch more would wait for the others
@@ -150,7 +181,11 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
 
 
 def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split():
-    for n_batches, expected in ((1, [0, 32, 64]), (2, [0, 16, 32, 48, 64, 80]), (9, [*range(0, 96, 8)])):
+    for n_batches, expected in (
+        (1, [0, 32, 64]),
+        (2, [0, 16, 32, 48, 64, 80]),
+        (9, [*range(0, 96, 8)]),
+    ):
         share = validation(97, n_batches=n_batches)
         assert [start for batch in starts(share) for start in batch] == expected
 
@@ -159,7 +194,9 @@ def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):
     positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
     split = Split([tmp_path / "train.bin"], 500, 500, 1)
     settings = "data.batch_size=4 data.overfit_batches=3 data.eval_batch_size=5 trainer.accumulate_grad_batches=5"
-    run = RunConfig.from_hydra(composed(*settings.split(), "eval_batches=2", "max_steps=4", "seed=3"))
+    run = RunConfig.from_hydra(
+        composed(*settings.split(), "eval_batches=2", "max_steps=4", "seed=3")
+    )
     corpus = Corpus("mine", "", CharTokenizer("".join(map(chr, range(500)))), split, split)
     module = TokenDataModule(corpus, run, block_size=8)
     strategy = SimpleNamespace(root_device=CPU)

@@ -25,10 +25,14 @@ PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ 
 TEMPLATES = {
     "of SmolLM2": CHATML,
     "rich": RICH,
-    "a preamble for tools": "{% if tools is not none %}You have tools: {{ tools | tojson }}{% endif %}" + PLAIN,
-    "a preamble for documents": "{% if documents is not none %}Read {{ documents | length }}.{% endif %}" + PLAIN,
-    "either is undefined": "{% if tools is defined and documents is defined %}x{% endif %}{{ tools }}" + PLAIN,
-    "a token that is not set": "{% if sep_token is defined or add_bos_token is defined %}x{% endif %}" + PLAIN,
+    "a preamble for tools": "{% if tools is not none %}You have tools: {{ tools | tojson }}{% endif %}"
+    + PLAIN,
+    "a preamble for documents": "{% if documents is not none %}Read {{ documents | length }}.{% endif %}"
+    + PLAIN,
+    "either is undefined": "{% if tools is defined and documents is defined %}x{% endif %}{{ tools }}"
+    + PLAIN,
+    "a token that is not set": "{% if sep_token is defined or add_bos_token is defined %}x{% endif %}"
+    + PLAIN,
     "answers for training": """{% for m in messages %}{% set x = m.role %}
         {%- if m.role == "assistant" %}
             {% generation %}{{- m.content + eos_token -}}{% set x = "changed" %}{{ loop.index }}
@@ -41,7 +45,12 @@ TEMPLATES = {
     "a dict": "{% set d = dict(a=1) %}{{ d.a }}{{ pad_token }}{% for m in messages %}{% continue %}{% endfor %}",
 }
 CHATS = [
-    [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
+    [
+        ("system", " Be brief. "),
+        ("user", "the number 12345\n"),
+        ("assistant", "yes"),
+        ("user", "don't\n\nstop é€"),
+    ],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
 ]
 
@@ -56,7 +65,9 @@ def folder(tmp_path):
 def with_template(folder, **config):
     """Add values to `tokenizer_config.json`; return our template of the folder, and the tokenizer of transformers."""
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | config), encoding="utf-8")
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | config), encoding="utf-8"
+    )
     template = find_pretrained(str(folder)).tokenizer.encode_chat
     return template, transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -67,18 +78,26 @@ def test_the_ids_of_a_chat_are_those_of_transformers(folder, name):
     ours, theirs = with_template(folder, chat_template=TEMPLATES[name], **config)
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
-        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (
+            ours(messages)
+            == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
 
 
 def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder):
     assert with_template(folder, chat_template="of the config")[0].args[0] == "of the config"
     (folder / "chat_template.jinja").write_text("of the file")
     found = find_pretrained(str(folder)).tokenizer
-    assert (found.encode_chat.args[0], found.names([found.end_token])) == ("of the file", "<|im_end|>")
+    assert (found.encode_chat.args[0], found.names([found.end_token])) == (
+        "of the file",
+        "<|im_end|>",
+    )
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert find_pretrained(str(folder)).tokenizer.encode_chat is None
-    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}), encoding="utf-8")
+    (folder / "chat_template.json").write_text(
+        json.dumps({"chat_template": "of a processor"}), encoding="utf-8"
+    )
     assert find_pretrained(str(folder)).tokenizer.encode_chat.args[0] == "of a processor"
 
 
@@ -95,26 +114,38 @@ def test_of_several_templates_the_one_named_default_is_rendered(folder, place):
         (folder / "chat_template.jinja").write_text(PLAIN, encoding="utf-8")
     if place == "no file":
         (others / "default.jinja").write_text(PLAIN, encoding="utf-8")
-    ours, theirs = with_template(folder, chat_template=NAMED if place == "list" else "of the config")
+    ours, theirs = with_template(
+        folder, chat_template=NAMED if place == "list" else "of the config"
+    )
     messages = [{"role": "user", "content": "Hello"}]
     if place != "no default":
-        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (
+            ours(messages)
+            == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
         return
     with pytest.raises(ValueError, match="no default specified"):
         theirs.apply_chat_template(messages)
-    with pytest.raises(UserError, match="the folder has several templates, and none is named default"):
+    with pytest.raises(
+        UserError, match="the folder has several templates, and none is named default"
+    ):
         ours(messages)
 
 
 def test_a_start_token_is_in_a_chat_as_often_as_the_template_writes_it(tmp_path):
-    folder = make_instruct_folder(tmp_path / "instruct", bos_token="<|endoftext|>", add_bos_token=True)
+    folder = make_instruct_folder(
+        tmp_path / "instruct", bos_token="<|endoftext|>", add_bos_token=True
+    )
     (folder / "chat_template.jinja").unlink()
     for text, count in ((PLAIN, 1), (CHATML, 0)):
         ours, theirs = with_template(folder, chat_template=text)
         messages = [{"role": "user", "content": "Hello"}]
         assert theirs("Hello").input_ids[0] == 0
         assert ours(messages).count(0) == count
-        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert (
+            ours(messages)
+            == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        )
 
 
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
@@ -126,5 +157,7 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
     ):
         ours, _ = with_template(folder, chat_template=text)
-        with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
+        with pytest.raises(
+            UserError, match=f"the chat template does not take these messages: .*({message})"
+        ):
             ours([{"role": "user", "content": "Hello"}])

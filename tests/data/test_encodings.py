@@ -41,7 +41,9 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(monkeypatch):
     def gym(vocab_bpe_file, encoder_json_file, vocab_bpe_hash, encoder_json_hash):
         asked.update({vocab_bpe_file: vocab_bpe_hash, encoder_json_file: encoder_json_hash})
 
-    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda file, expected_hash: asked.update({file: expected_hash}))
+    monkeypatch.setattr(
+        public, "load_tiktoken_bpe", lambda file, expected_hash: asked.update({file: expected_hash})
+    )
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gym)
     patterns = {name: public.ENCODING_CONSTRUCTORS[name]()["pat_str"] for name in PATTERNS}
     assert (patterns, asked) == (PATTERNS, tokenizers._SHA256)
@@ -49,7 +51,10 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(monkeypatch):
 
 def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, server, monkeypatch):
     missing = "http://127.0.0.1:9/gpt-2/encoder.json"  # nothing listens there
-    cache, keys = tmp_path / "cache", [hashlib.sha1(url.encode()).hexdigest() for url in (server.url, missing)]
+    cache, keys = (
+        tmp_path / "cache",
+        [hashlib.sha1(url.encode()).hexdigest() for url in (server.url, missing)],
+    )
     for present, requests in ((None, 1), (SMALL, 1), (SMALL + b"\n", 2)):
         if present:
             (cache / keys[0]).write_bytes(present)
@@ -65,5 +70,7 @@ def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, se
     assert server.url not in str(error.value)
     (tmp_path / "file").touch()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file/cache"))
-    with pytest.raises(UserError, match=r"cannot be written to .*file/cache .*set TIKTOKEN_CACHE_DIR to a writable"):
+    with pytest.raises(
+        UserError, match=r"cannot be written to .*file/cache .*set TIKTOKEN_CACHE_DIR to a writable"
+    ):
         BPETokenizer.from_tiktoken("gpt2", tmp_path)

@@ -32,7 +32,9 @@ from minigpt.data import readers
 from minigpt.data.tokenizer import token_dtype
 from minigpt.utils.errors import UserError
 
-UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=2)
+UNICODE = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=2
+)
 BPE = {"name": "bpe", "vocab_size": 300}
 
 
@@ -73,8 +75,13 @@ def test_tiny_shakespeare_has_the_splits_and_ids_of_nanogpt(tmp_path):
     if os.environ.get("TIKTOKEN_CACHE_DIR"):
         import tiktoken
 
-        encoded, halves = corpus_of(SHAKESPEARE, tmp_path, "gpt2"), (text[:1_003_854], text[1_003_854:])
-        assert on_disk(encoded) == [tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in halves]
+        encoded, halves = (
+            corpus_of(SHAKESPEARE, tmp_path, "gpt2"),
+            (text[:1_003_854], text[1_003_854:]),
+        )
+        assert on_disk(encoded) == [
+            tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in halves
+        ]
 
 
 @settings(deadline=None, max_examples=30)
@@ -111,7 +118,12 @@ def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeyp
             {"split": "document"},
             r"none of the 1 documents is for validation;.*data\.split=f",
         ),
-        (rows(["", "only one"]), "byte", {"split": "document"}, "none of the 1 documents is for validation"),
+        (
+            rows(["", "only one"]),
+            "byte",
+            {"split": "document"},
+            "none of the 1 documents is for validation",
+        ),
         (rows(["a text"]), "char", {"val_path": str(empty)}, r"empty\.txt is empty"),
         (rows(["a text"]), "byte", {"val_path": str(empty)}, r"empty\.txt is empty"),
         (rows(["", ""]), "byte", {"val_path": __file__}, r"mine\.jsonl is empty"),
@@ -123,16 +135,27 @@ def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeyp
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=30), st.sampled_from([0.1, 0.3, 0.5, 0.8]))
-def test_a_cut_is_at_the_nearest_start_of_a_document_that_leaves_each_split_its_share_within_a_fifth(texts, fraction):
+@given(
+    st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=30),
+    st.sampled_from([0.1, 0.3, 0.5, 0.8]),
+)
+def test_a_cut_is_at_the_nearest_start_of_a_document_that_leaves_each_split_its_share_within_a_fifth(
+    texts, fraction
+):
     size = sum(map(len, texts))
     wanted = int(size * (1 - fraction))
     assume(0 < wanted < size)
     starts = [sum(map(len, texts[:i])) for i in range(1, len(texts))]
     nearest = min(abs(start - wanted) for start in starts)
-    near = [start for start in starts if abs(start - wanted) == nearest and nearest <= min(wanted, size - wanted) / 5]
+    near = [
+        start
+        for start in starts
+        if abs(start - wanted) == nearest and nearest <= min(wanted, size - wanted) / 5
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=fraction)
+        corpus = prepare(
+            rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=fraction
+        )
         found = texts_on_disk(corpus)
     expected = []
     for cut in near or [wanted]:
@@ -167,10 +190,14 @@ def test_files_of_any_sizes_give_the_validation_split_its_share(tmp_path, sizes)
     assert corpus.train.bytes + corpus.val.bytes == sum(sizes)
 
 
-def test_split_document_selects_about_val_fraction_of_the_distinct_documents_whatever_else_there_is(tmp_path):
+def test_split_document_selects_about_val_fraction_of_the_distinct_documents_whatever_else_there_is(
+    tmp_path,
+):
     texts, selected = [*stories(1000), *stories(150)], []  # 150 occur twice
     for documents, share in ((texts, 0.1), (texts[::-1][:750], 0.1), (texts, 0.2)):
-        corpus = prepare(rows(documents), tmp_path, "byte", name="a.jsonl", split="document", val_fraction=share)
+        corpus = prepare(
+            rows(documents), tmp_path, "byte", name="a.jsonl", split="document", val_fraction=share
+        )
         train, val = (text.split("\n") for text in texts_on_disk(corpus))
         selected.append(set(val))
         assert train == [text for text in documents if text not in selected[-1]]
@@ -183,10 +210,15 @@ def test_split_document_selects_about_val_fraction_of_the_distinct_documents_wha
 
 
 @pytest.mark.parametrize("split", ["document", "fraction"])
-def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(tmp_path, monkeypatch, split):
+def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(
+    tmp_path, monkeypatch, split
+):
     in_parts(monkeypatch, 100)
     texts = ["", *("\n".join(stories(9, seed)) for seed in range(20)), "", *stories(20), ""]
-    corpus, found = prepare(rows(texts), tmp_path, BPE, name="a.jsonl", split=split, val_fraction=0.4), []
+    corpus, found = (
+        prepare(rows(texts), tmp_path, BPE, name="a.jsonl", split=split, val_fraction=0.4),
+        [],
+    )
     for part, ids in zip((corpus.train, corpus.val), on_disk(corpus), strict=True):
         documents = corpus.tokenizer.names(ids).split("<|endoftext|>")
         assert (part.documents, part.bytes) == (len(documents), len("".join(documents).encode()))
@@ -197,7 +229,9 @@ def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(
     assert corpus.tokenizer.names(corpus.tokenizer.start) == "<|endoftext|>"
 
 
-def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in_both_are_counted(tmp_path, capsys):
+def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in_both_are_counted(
+    tmp_path, capsys
+):
     train, val, file = stories(30), stories(20, seed=1), tmp_path / "val.jsonl"
 
     def corpus(train, val, tokenizer="byte"):
@@ -207,7 +241,10 @@ def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in
     own, alone = corpus(train, val), prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
     assert texts_on_disk(own) == ["\n".join(train), "\n".join(val)]
     assert own.sha256 != alone.sha256
-    assert texts_on_disk(corpus(train, ["ξ"], "char")) == ["\n".join(train), "ξ"]  # the alphabet is that of both
+    assert texts_on_disk(corpus(train, ["ξ"], "char")) == [
+        "\n".join(train),
+        "ξ",
+    ]  # the alphabet is that of both
     assert capsys.readouterr().err == ""
     shared = corpus([*train, train[3]], [train[3], "new", *[train[7]] * 3, train[29]])
     assert shared.provenance["duplicates"] == 4  # in the training split; one occurs twice
@@ -216,9 +253,15 @@ def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in
 
 @pytest.mark.parametrize("split", ["fraction", "document"])
 def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
-    runs = [chr(0x4E00 + i) * 200 for i in range(30)]  # all equally frequent; each has a last byte of its own
-    content, name = ("".join(runs), "mine.txt") if split == "fraction" else (rows(runs), "mine.jsonl")
-    corpus = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, split=split)
+    runs = [
+        chr(0x4E00 + i) * 200 for i in range(30)
+    ]  # all equally frequent; each has a last byte of its own
+    content, name = (
+        ("".join(runs), "mine.txt") if split == "fraction" else (rows(runs), "mine.jsonl")
+    )
+    corpus = prepare(
+        content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, split=split
+    )
     train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(corpus))
     merged = b"".join(corpus.tokenizer.tokens[256:])
     assert {run[0] for run in runs if run.encode()[2] in merged} == train
@@ -228,14 +271,24 @@ def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
 def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BATCH_CHARS", 700)
     text = rows(stories(300))
-    one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n) for n in (1, 2, 4))
+    one, two, four = (
+        prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n) for n in (1, 2, 4)
+    )
     assert in_folder(one) == in_folder(two) == in_folder(four)
 
 
 def test_token_files_are_written_again_only_for_another_text_split_or_tokenizer(tmp_path):
     text = "\n".join(stories(100))
-    inputs = (text, BPE, 0.1), (text, BPE, 0.2), (text[:-1] + "?", BPE, 0.1), (text, BPE | {"vocab_size": 301}, 0.1)
-    folders = [folder_of(prepare(text, tmp_path, name, val_fraction=fraction)) for text, name, fraction in inputs]
+    inputs = (
+        (text, BPE, 0.1),
+        (text, BPE, 0.2),
+        (text[:-1] + "?", BPE, 0.1),
+        (text, BPE | {"vocab_size": 301}, 0.1),
+    )
+    folders = [
+        folder_of(prepare(text, tmp_path, name, val_fraction=fraction))
+        for text, name, fraction in inputs
+    ]
     assert len(set(folders)) == len(inputs)
     times = [file.stat().st_mtime_ns for file in folders[0].iterdir()]
     assert folder_of(prepare(text, tmp_path, BPE)) == folders[0]
@@ -254,12 +307,17 @@ def test_a_second_preparation_waits_for_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_write_corpus", wait)
     monkeypatch.setattr(preparation, "warn", lambda text: "waiting for it" in text and warned.set())
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(lambda: on_disk(corpus_of(tmp_path / "text.txt", tmp_path))) for _ in range(2)]
+        both = [
+            pool.submit(lambda: on_disk(corpus_of(tmp_path / "text.txt", tmp_path)))
+            for _ in range(2)
+        ]
     assert [one.result() for one in both] == [nanogpt("a text that two prepare")] * 2
     assert len(begun) == 1
 
 
-def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_is_not_used(tmp_path, monkeypatch):
+def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_is_not_used(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(preparation, "_BATCH_CHARS", 300)
     text, tokens, killed = "\n".join(stories(50)), tmp_path / "tokens", tmp_path / "killed"
     tokenize = preparation.tokenize
@@ -285,8 +343,12 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
     assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
 
 
-@pytest.mark.parametrize("stem", ["訓" * 83, "𠀋" * 62, "🎉" * 62], ids=["3 bytes", "4 bytes", "emoji"])
-def test_a_text_of_the_longest_name_is_prepared_on_a_host_of_the_longest_name(tmp_path, monkeypatch, stem):
+@pytest.mark.parametrize(
+    "stem", ["訓" * 83, "𠀋" * 62, "🎉" * 62], ids=["3 bytes", "4 bytes", "emoji"]
+)
+def test_a_text_of_the_longest_name_is_prepared_on_a_host_of_the_longest_name(
+    tmp_path, monkeypatch, stem
+):
     monkeypatch.setattr("platform.node", lambda: "h" * 64)
     (tmp_path / f"{stem}.txt").write_text("the fox " * 100, encoding="utf-8")
     corpus = corpus_of(tmp_path / f"{stem}.txt", tmp_path)
@@ -298,12 +360,17 @@ def test_a_folder_in_the_place_of_token_files_is_refused_and_stays(tmp_path):
     corpus = prepare("fox " * 100, tmp_path, "byte")
     (folder_of(corpus) / "meta.json").unlink()
     before = in_folder(corpus)
-    with pytest.raises(UserError, match=f"{folder_of(corpus)} has files but no meta.json; remove it, or set data.fold"):
+    with pytest.raises(
+        UserError,
+        match=f"{folder_of(corpus)} has files but no meta.json; remove it, or set data.fold",
+    ):
         prepare("fox " * 100, tmp_path, "byte")
     assert in_folder(corpus) == before
 
 
-def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(tmp_path, monkeypatch):
+def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(
+    tmp_path, monkeypatch
+):
     """One host begins and ends while another is at work."""
     text, hosts = "\n".join(stories(50)), iter(["one", "other", "whole"])
     monkeypatch.setattr(preparation, "_lock", lambda _: nullcontext())
@@ -317,12 +384,29 @@ def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(tm
 
     monkeypatch.setattr(preparation, "_build_meta", build_late)
     corpora.append(prepare(text, tmp_path, "byte"))
-    assert in_folder(corpora[0]) == in_folder(corpora[1]) == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    assert (
+        in_folder(corpora[0])
+        == in_folder(corpora[1])
+        == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    )
     assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpora[0])]
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(preparation, "_MAX_JOINED_CHARS", 10)
-    texts = [("abcdef", True), ("ghi", False), ("jkl", False), ("mnopqrs", False), ("t", True), ("u", False)]
-    joined = preparation.join_chunks((preparation.TRAIN, readers.TextChunk(*text)) for text in texts)
-    assert [tuple(chunk) for _, chunk in joined] == [("abcdefghi", True), ("jklmnopqrs", False), ("tu", True)]
+    texts = [
+        ("abcdef", True),
+        ("ghi", False),
+        ("jkl", False),
+        ("mnopqrs", False),
+        ("t", True),
+        ("u", False),
+    ]
+    joined = preparation.join_chunks(
+        (preparation.TRAIN, readers.TextChunk(*text)) for text in texts
+    )
+    assert [tuple(chunk) for _, chunk in joined] == [
+        ("abcdefghi", True),
+        ("jklmnopqrs", False),
+        ("tu", True),
+    ]

@@ -25,7 +25,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import readers
-from minigpt.data.readers import cut_point, find_files, read_documents, read_files, read_texts, text_chunks
+from minigpt.data.readers import (
+    cut_point,
+    find_files,
+    read_documents,
+    read_files,
+    read_texts,
+    text_chunks,
+)
 from minigpt.data.tokenizer import PATTERNS
 from minigpt.runs.run_dir import PLAN
 from minigpt.sweeps.report import RUNS
@@ -36,7 +43,11 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\
 TEXT = "To be, or not to be:\r\nthat is the question. Ünï©ödé 漢字 😀\n\n"
 AS_READ = TEXT.replace("\r\n", "\n")
 COMPRESS = {
-    **{"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress},
+    **{
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    },
     **{".bz2": bz2.compress, ".xz": lzma.compress},
 }
 
@@ -60,7 +71,15 @@ def find(path):
 
 
 def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypatch):
-    known = ["B.TXT", "a.md", "deep/d.parquet", "deep/er/c.jsonl", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
+    known = [
+        "B.TXT",
+        "a.md",
+        "deep/d.parquet",
+        "deep/er/c.jsonl",
+        "e.txt.gz",
+        "f.md.zst",
+        "g.jsonl.GZ",
+    ]
     others = [
         "x.pdf",
         "y.gz",
@@ -82,27 +101,43 @@ def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypat
     assert find(f"{tmp_path}/[ae].*") == [tmp_path / "a.md", tmp_path / "e.txt.gz"]
     monkeypatch.setenv("HOME", str(tmp_path / "deep"))
     assert find("~/er/c.jsonl") == find("~/*/*.jsonl") == [tmp_path / "deep/er/c.jsonl"]
-    for name, problem in {"no.txt": "does not exist", "*.tsv": "matches no file", "folder.txt": "has no file"}.items():
+    for name, problem in {
+        "no.txt": "does not exist",
+        "*.tsv": "matches no file",
+        "folder.txt": "has no file",
+    }.items():
         with pytest.raises(UserError, match=re.escape(f"data.path={tmp_path / name} {problem}")):
             find(tmp_path / name)
 
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
 @pytest.mark.parametrize("packed", COMPRESS)
-def test_every_line_of_json_lines_is_a_document_and_concatenated_frames_are_one_file(tmp_path, block, packed):
+def test_every_line_of_json_lines_is_a_document_and_concatenated_frames_are_one_file(
+    tmp_path, block, packed
+):
     texts = [TEXT, "", "two\rlines", "a\u2028b\x85c", "ascii", "😀" * 10]
-    lines = [json.dumps({"id": i, "story": t}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
+    lines = [
+        json.dumps({"id": i, "story": t}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)
+    ]
     lines.append(r'{"story": "a\ud800b\udc00c\ud83d\ude00d\udc00\ud800é"}')
     texts.append("a\ufffdb\ufffdc😀d\ufffd\ufffdé")  # lone surrogates
     texts[0], texts[2] = AS_READ, "two\nlines"
     file = tmp_path / f"{['a.jsonl', 'a.ndjson', 'a.jsonlines'][len(packed) % 3]}{packed}"
-    for content in ("\n".join(lines), "\r\n".join(lines), "\n\n  \n" + "\n \n\n".join(lines) + "\n"):
+    for content in (
+        "\n".join(lines),
+        "\r\n".join(lines),
+        "\n\n  \n" + "\n \n\n".join(lines) + "\n",
+    ):
         parts = content[:9], "", content[9:50], content[50:], ""
         file.write_bytes(b"".join(COMPRESS[packed](part.encode()) for part in parts))
-        assert read_with_blocks(block, lambda: read_documents(file, "story")) == [(text, True) for text in texts]
+        assert read_with_blocks(block, lambda: read_documents(file, "story")) == [
+            (text, True) for text in texts
+        ]
 
 
-def test_a_line_that_is_no_json_or_has_no_text_raises_with_its_number_and_the_fields_with_text(tmp_path):
+def test_a_line_that_is_no_json_or_has_no_text_raises_with_its_number_and_the_fields_with_text(
+    tmp_path,
+):
     for line, problem in {
         '{"title": "a", "body": "b", "year": 7}': "no text in field text; the fields with text are title, body;",
         '"text"': "no text in field text; there is no field with text;",
@@ -118,14 +153,23 @@ KINDS = (pa.string(), pa.large_string(), pa.string_view())
 INDICES = (pa.int8(), pa.int16(), pa.int32(), pa.uint8())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pa.dictionary(index, pa.string()) for index in INDICES)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pa.dictionary(index, pa.string()) for index in INDICES)], ids=str
+)
 def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     texts = [TEXT, "", "two\rlines", *(f"row {i % 100}" for i in range(1000))]
-    table, file = {"id": range(len(texts)), "story": pa.array(texts).cast(kind)}, tmp_path / "a.parquet"
+    table, file = (
+        {"id": range(len(texts)), "story": pa.array(texts).cast(kind)},
+        tmp_path / "a.parquet",
+    )
     pq.write_table(pa.table(table), file, row_group_size=300)
-    assert list(read_documents(file, "story")) == [(text, True) for text in [AS_READ, "", "two\nlines", *texts[3:]]]
+    assert list(read_documents(file, "story")) == [
+        (text, True) for text in [AS_READ, "", "two\nlines", *texts[3:]]
+    ]
     for field in ("text", "id"):
-        assert f"no text in column {field}; the columns with text are story;" in refusal(file, field)
+        assert f"no text in column {field}; the columns with text are story;" in refusal(
+            file, field
+        )
 
 
 def test_categories_of_pandas_are_texts(tmp_path):
@@ -137,7 +181,9 @@ def test_categories_of_pandas_are_texts(tmp_path):
 
 def test_rows_with_null_are_left_out_and_counted_once_in_all_formats(tmp_path, capsys):
     texts, files = ["one", None, "", None, "two"], [tmp_path / "a.jsonl", tmp_path / "a.parquet"]
-    files[0].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    files[0].write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     pq.write_table(pa.table({"text": texts}), files[1])
     for _ in range(2):  # as a preparation reads several times
         assert documents(read_files(files, "text")) == ["one", "", "two"] * 2
@@ -147,19 +193,38 @@ def test_rows_with_null_are_left_out_and_counted_once_in_all_formats(tmp_path, c
     assert "warning: 2 rows of" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("suffix", "dialect"), [(".csv", "excel"), (".tsv", "excel-tab"), (".CSV.gz", "excel")])
+@pytest.mark.parametrize(
+    ("suffix", "dialect"), [(".csv", "excel"), (".tsv", "excel-tab"), (".CSV.gz", "excel")]
+)
 @pytest.mark.parametrize("block", [1, 1 << 20])
 def test_every_row_of_a_table_is_a_document(tmp_path, suffix, dialect, block):
-    texts = [TEXT, "", 'with "quotes", commas\tand tabs', "a\u2028b", "é" * (200_000 if block > 1 else 2)]
+    texts = [
+        TEXT,
+        "",
+        'with "quotes", commas\tand tabs',
+        "a\u2028b",
+        "é" * (200_000 if block > 1 else 2),
+    ]
     content = io.StringIO()
     csv.writer(content, dialect).writerows([["id", "story"], *enumerate(texts)])
     file = tmp_path / f"a{suffix}"
-    file.write_bytes(COMPRESS[".gz" if suffix.endswith(".gz") else ""](f"\ufeff{content.getvalue()}\r\n".encode()))
-    assert read_with_blocks(block, lambda: read_documents(file, "story")) == [(t, True) for t in [AS_READ, *texts[1:]]]
-    assert f"{file}, line 5: no text in column text; the columns with text are id, story;" in refusal(file)
+    file.write_bytes(
+        COMPRESS[".gz" if suffix.endswith(".gz") else ""](
+            f"\ufeff{content.getvalue()}\r\n".encode()
+        )
+    )
+    assert read_with_blocks(block, lambda: read_documents(file, "story")) == [
+        (t, True) for t in [AS_READ, *texts[1:]]
+    ]
+    assert (
+        f"{file}, line 5: no text in column text; the columns with text are id, story;"
+        in refusal(file)
+    )
 
 
-def test_a_row_of_a_table_with_another_number_of_cells_or_open_quotes_raises_with_its_line(tmp_path):
+def test_a_row_of_a_table_with_another_number_of_cells_or_open_quotes_raises_with_its_line(
+    tmp_path,
+):
     file = tmp_path / "a.csv"
     for row in ("only one", "one, two, three", '"a" b,c', '"open'):
         file.write_text(f"id,text\n1,fine\n{row}\n", encoding="utf-8")
@@ -168,10 +233,20 @@ def test_a_row_of_a_table_with_another_number_of_cells_or_open_quotes_raises_wit
 
 @pytest.mark.parametrize("packed", [".gz", ".zst", ".bz2", ".xz"])
 def test_a_damaged_or_uncompressed_file_with_a_compressed_suffix_raises(tmp_path, packed):
-    file, whole = tmp_path / f"a.txt{packed}", COMPRESS[packed](" ".join(map(str, range(5000))).encode())
+    file, whole = (
+        tmp_path / f"a.txt{packed}",
+        COMPRESS[packed](" ".join(map(str, range(5000))).encode()),
+    )
     half = len(whole) // 2
     corrupted = whole[:half] + bytes([whole[half] ^ 0x55]) + whole[half + 1 :]
-    for content in (b"", b"plain text", whole + b"plain text after it", whole[:half], whole + whole[:half], corrupted):
+    for content in (
+        b"",
+        b"plain text",
+        whole + b"plain text after it",
+        whole[:half],
+        whole + whole[:half],
+        corrupted,
+    ):
         file.write_bytes(content)
         refusal(file)  # damaged, or not text
 
@@ -179,10 +254,15 @@ def test_a_damaged_or_uncompressed_file_with_a_compressed_suffix_raises(tmp_path
 @pytest.mark.parametrize("block", [7, 1 << 20])
 def test_zeros_after_a_compressed_frame_are_padding(tmp_path, block):
     file = tmp_path / "a.txt.gz"
-    file.write_bytes(gzip.compress(b"To be, ") + bytes(100) + gzip.compress(b"or not") + bytes(1000))
+    file.write_bytes(
+        gzip.compress(b"To be, ") + bytes(100) + gzip.compress(b"or not") + bytes(1000)
+    )
     with gzip.open(file) as reference:
         assert reference.read() == b"To be, or not"
-    assert "".join(documents(read_with_blocks(block, lambda: read_documents(file, "text")))) == "To be, or not"
+    assert (
+        "".join(documents(read_with_blocks(block, lambda: read_documents(file, "text"))))
+        == "To be, or not"
+    )
 
 
 def test_damaged_and_compressed_parquet_raises(tmp_path):
@@ -204,7 +284,9 @@ def test_damaged_and_compressed_parquet_raises(tmp_path):
     st.integers(1, 9),
     st.sampled_from(sorted(COMPRESS)),
 )
-def test_a_zero_byte_and_invalid_utf8_raise_with_the_offset(tmp_path_factory, before, bad, after, block, packed):
+def test_a_zero_byte_and_invalid_utf8_raise_with_the_offset(
+    tmp_path_factory, before, bad, after, block, packed
+):
     content = before.encode() + bad + after.encode()
     offset = len(before.encode())
     if bad != b"\0":
@@ -234,36 +316,51 @@ def test_a_text_is_one_document_or_those_between_separators_without_the_line_bre
     file.write_bytes(COMPRESS.get(file.suffix.lower(), bytes)(text.encode()))
     found = documents(read_with_blocks(block, lambda: read_documents(file, "text", separator)))
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    parts = [part for one in text.split(actual) if (part := one.strip("\n"))] if separator else [text]
+    parts = (
+        [part for one in text.split(actual) if (part := one.strip("\n"))] if separator else [text]
+    )
     assert found == parts
 
 
 @settings(deadline=None, max_examples=400)
 @given(
     st.sampled_from(["<|>", r"\n\n", r"\n", r"\n#\n", "aa", "aba", "a"]),
-    st.lists(st.text("ab#<|> \n", max_size=9) | st.sampled_from(["\n" * 40, "b" * 40, "<" * 40]), max_size=20),
+    st.lists(
+        st.text("ab#<|> \n", max_size=9) | st.sampled_from(["\n" * 40, "b" * 40, "<" * 40]),
+        max_size=20,
+    ),
     st.integers(1, 9),
     st.integers(1, 12),
 )
 @example("<|>", ["b<|>", "\n" * 40, "b"], 9, 1)  # line breaks before a document …
 @example("<|>", ["b", "\n" * 40, "<|>b"], 9, 1)  # … after it …
 @example("<|>", ["b", "\n" * 40, "b"], 9, 1)  # … and in it
-def test_documents_are_those_of_a_split_wherever_blocks_and_chunks_end(separator, parts, block, chunk):
+def test_documents_are_those_of_a_split_wherever_blocks_and_chunks_end(
+    separator, parts, block, chunk
+):
     text, actual = "".join(parts), separator.replace(r"\n", "\n")
     blocks = [text[begin : begin + block] for begin in range(0, len(text), block)]
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_BLOCK_BYTES", 2 * chunk), ("_MAX_CHUNK_CHARS", chunk), ("_CUT_WINDOW", chunk)):
+        for name, value in (
+            ("_BLOCK_BYTES", 2 * chunk),
+            ("_MAX_CHUNK_CHARS", chunk),
+            ("_CUT_WINDOW", chunk),
+        ):
             patch.setattr(readers, name, value)
         chunks = list(readers.text_chunks(blocks, separator))
     assert all(chunk.text for chunk in chunks)
-    assert documents(chunks) == [stripped for one in text.split(actual) if (stripped := one.strip("\n"))]
+    assert documents(chunks) == [
+        stripped for one in text.split(actual) if (stripped := one.strip("\n"))
+    ]
 
 
 @pytest.mark.parametrize("text", ["\nb", "b\n", "b\nb"])
 def test_a_megabyte_of_line_breaks_is_no_border_of_documents(tmp_path, text):
     parts = ["One day.", text.replace("\n", "\n" * (5 << 18)), "The end."]
     (tmp_path / "val.txt").write_text("Another one.")
-    corpus = prepare("<|>".join(parts), tmp_path, "byte", separator="<|>", val_path=f"{tmp_path}/val.txt")
+    corpus = prepare(
+        "<|>".join(parts), tmp_path, "byte", separator="<|>", val_path=f"{tmp_path}/val.txt"
+    )
     assert texts_on_disk(corpus)[0] == "\n".join(part.strip("\n") for part in parts)
     assert corpus.train.documents == 3
 
@@ -271,11 +368,15 @@ def test_a_megabyte_of_line_breaks_is_no_border_of_documents(tmp_path, text):
 def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):
     wide, rows = tmp_path / "wide.txt", tmp_path / "rows.json"
     for name in ("utf-16", "utf-16-be"):
-        wide.write_bytes("To be".encode(name) if name == "utf-16" else codecs.BOM_UTF16_BE + "To be".encode(name))
+        wide.write_bytes(
+            "To be".encode(name) if name == "utf-16" else codecs.BOM_UTF16_BE + "To be".encode(name)
+        )
         assert "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8" in refusal(wide)
     for text in (' [\n "a", "b"]', '["a"]', "[1]"):
         rows.write_text(text, encoding="utf-8")
-        assert "rows.json holds JSON, whose syntax would be trained on; make it .jsonl" in refusal(rows)
+        assert "rows.json holds JSON, whose syntax would be trained on; make it .jsonl" in refusal(
+            rows
+        )
     rows.write_text('{\n  "name": "a package"\n}')  # as a file of source code
     assert documents(read_documents(rows, "text")) == [rows.read_text(encoding="utf-8")]
 
@@ -294,8 +395,13 @@ def test_rows_of_json_under_another_name_are_refused(tmp_path, name):
     file = tmp_path / name
     for text in SEVERAL:
         file.write_bytes(COMPRESS[file.suffix if file.suffix == ".gz" else ""](text.encode()))
-        assert f"{file} holds JSON, whose syntax would be trained on; make it .jsonl, with an object" in refusal(file)
-        assert documents(read_documents(file, "text", "<|endoftext|>"))[0].strip()[0] in "[{"  # as a text
+        assert (
+            f"{file} holds JSON, whose syntax would be trained on; make it .jsonl, with an object"
+            in refusal(file)
+        )
+        assert (
+            documents(read_documents(file, "text", "<|endoftext|>"))[0].strip()[0] in "[{"
+        )  # as a text
 
 
 @pytest.mark.parametrize("text", [*SEVERAL, '{"text": "one row"}', '["a", "b"]'])
@@ -308,8 +414,23 @@ def test_rows_of_json_on_standard_input_are_refused(text, monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
-        *("{", "[", "", "{\n}\n{\n}", "[ACT I] {aside}", "[1] a footnote\n[2] another\n", "{Enter} [Exit]\n{Enter}"),
-        *("[[link]] text", "[x](y)\n[z](w)", '["so to speak"] he said', "{{template}}", '{ "quoted" }', "{'a': 1}"),
+        *(
+            "{",
+            "[",
+            "",
+            "{\n}\n{\n}",
+            "[ACT I] {aside}",
+            "[1] a footnote\n[2] another\n",
+            "{Enter} [Exit]\n{Enter}",
+        ),
+        *(
+            "[[link]] text",
+            "[x](y)\n[z](w)",
+            '["so to speak"] he said',
+            "{{template}}",
+            '{ "quoted" }',
+            "{'a': 1}",
+        ),
         *("{\n\\bf x\n}\n{\n\\it y\n}", '{\n"Hello!"\n}\n{\n"Bye!"\n}', '["Ann", 10:00] Hello'),
     ],
 )
@@ -351,7 +472,10 @@ def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
     for name in ("a.txt", "b.html", "c.html", "LICENSE", ".hidden"):
         (tmp_path / name).write_text("a")
     find(tmp_path)
-    assert f"3 files of {tmp_path} are skipped (.html, no suffix); a pattern such as" in capsys.readouterr().err
+    assert (
+        f"3 files of {tmp_path} are skipped (.html, no suffix); a pattern such as"
+        in capsys.readouterr().err
+    )
     find(tmp_path / "a.txt")
     assert capsys.readouterr().err == ""
 
@@ -372,23 +496,42 @@ def test_linked_folders_are_followed_without_end_and_a_file_is_read_once(tmp_pat
     for name, target in links.items():
         (texts / name).symlink_to(target)
     (elsewhere / "deep/down").symlink_to(texts)
-    for path in (texts, f"{texts}/**/*.txt", f"{texts}/**", f"{texts}/**/**/[ab].txt", [str(texts), f"{texts}/real"]):
+    for path in (
+        texts,
+        f"{texts}/**/*.txt",
+        f"{texts}/**",
+        f"{texts}/**/**/[ab].txt",
+        [str(texts), f"{texts}/real"],
+    ):
         files = find_files(path if isinstance(path, list) else str(path), "data.path")
         assert sorted(os.path.realpath(file) for file in files) == sorted(
             os.path.realpath(file) for file in (texts / "real/a.txt", elsewhere / "deep/a.txt")
         )
-    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == ["deep"]  # below again and z
+    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == [
+        "deep"
+    ]  # below again and z
 
 
 @pytest.mark.parametrize(
     "pattern", ["**/*.txt", "a/**/*.txt", "*/**/c/*.txt", "a/b/**", "**/b/**/*", "**", "a**/*.txt"]
 )
 def test_a_pattern_gives_the_files_of_glob(tmp_path, monkeypatch, pattern):
-    for name in ("x.txt", "a/x.txt", "a/b/y.txt", "a/b/c/z.txt", "ab/c/z.txt", "a/.h/x.txt", ".h/x.txt", "a/b/.h.txt"):
+    for name in (
+        "x.txt",
+        "a/x.txt",
+        "a/b/y.txt",
+        "a/b/c/z.txt",
+        "ab/c/z.txt",
+        "a/.h/x.txt",
+        ".h/x.txt",
+        "a/b/.h.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
     monkeypatch.chdir(tmp_path)
-    expected = sorted(file for file in map(readers.Path, readers.glob(pattern, recursive=True)) if file.is_file())
+    expected = sorted(
+        file for file in map(readers.Path, readers.glob(pattern, recursive=True)) if file.is_file()
+    )
     assert find(pattern) == expected
     assert find(tmp_path / pattern) == [tmp_path / file for file in expected]
 
@@ -396,11 +539,15 @@ def test_a_pattern_gives_the_files_of_glob(tmp_path, monkeypatch, pattern):
 def test_a_broken_link_is_told_apart_from_a_missing_file(tmp_path, capsys):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(
-        UserError, match=r"data\.path=.*a\.txt is a broken link to .*gone\.txt; give a file that exists"
+        UserError,
+        match=r"data\.path=.*a\.txt is a broken link to .*gone\.txt; give a file that exists",
     ):
         find(tmp_path / "a.txt")
     for path in (tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(UserError, match=r"no file.*; 1 files of .* are skipped \(broken link, FIFO or device\)$"):
+        with pytest.raises(
+            UserError,
+            match=r"no file.*; 1 files of .* are skipped \(broken link, FIFO or device\)$",
+        ):
             find(path)
     (tmp_path / "b.txt").write_text("b")
     assert find(tmp_path) == find(tmp_path / "*.txt") == [tmp_path / "b.txt"]
@@ -420,9 +567,23 @@ def test_fifos_and_sockets_in_a_folder_are_skipped_and_never_opened(tmp_path, ca
 
 
 def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, capsys, monkeypatch):
-    output = ["runs/x/log.txt", "runs/x/samples.txt", "runs/x/wandb/files/a.md", "runs/s/sweep.md", "runs/s/0/log.txt"]
-    output += ["data/tinyshakespeare.txt", "data/stdin-0123456789abcdef.txt", "data/tokens/a.txt", "data/tiktoken/b.md"]
-    output += ["data/tinyshakespeare-stand-in-0123456789ab.txt", "data/stdin-0123456789abcdef-0123456789ab.txt"]
+    output = [
+        "runs/x/log.txt",
+        "runs/x/samples.txt",
+        "runs/x/wandb/files/a.md",
+        "runs/s/sweep.md",
+        "runs/s/0/log.txt",
+    ]
+    output += [
+        "data/tinyshakespeare.txt",
+        "data/stdin-0123456789abcdef.txt",
+        "data/tokens/a.txt",
+        "data/tiktoken/b.md",
+    ]
+    output += [
+        "data/tinyshakespeare-stand-in-0123456789ab.txt",
+        "data/stdin-0123456789abcdef-0123456789ab.txt",
+    ]
     texts = [
         "a.txt",
         "data/mine.txt",
@@ -433,19 +594,30 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
         "other/tokens/a.txt",
         "runs/notes.md",
     ]
-    for name in [*output, *texts, "runs/x/.hydra/a", "runs/x/metrics.csv", "runs/s/sweep.json", "other/.hydra/b"]:
+    for name in [
+        *output,
+        *texts,
+        "runs/x/.hydra/a",
+        "runs/x/metrics.csv",
+        "runs/s/sweep.json",
+        "other/.hydra/b",
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
     monkeypatch.chdir(tmp_path)
     for path in (".", "**/*.[tm][xd]*", str(tmp_path)):
         assert {os.path.relpath(file, tmp_path) for file in find(path)} == {*texts}
         n_skipped = len(output) + (2 if "*" not in path else 0)  # metrics.csv and sweep.json
-        assert f" {n_skipped} files of {path} are skipped (of earlier commands)" in capsys.readouterr().err
+        assert (
+            f" {n_skipped} files of {path} are skipped (of earlier commands)"
+            in capsys.readouterr().err
+        )
     assert find("data") == [readers.Path(name) for name in texts[1:4]]
     for path in ("runs/x/samples.txt", output[6], "**/tinyshakespeare.txt", "runs/*/samples.txt"):
         assert len(find(path)) == 1
     with pytest.raises(
-        UserError, match=r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier"
+        UserError,
+        match=r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier",
     ):
         find("runs/x")
 
@@ -455,10 +627,17 @@ def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_pa
     options = (f"data.path={tmp_path}", "eval_every=5", "callbacks.samples.max_new_tokens=3")
     first = train(*options, "max_steps=5").summary
     second = train(*options, "max_steps=10", "resume=auto").summary
-    assert (second["steps"], second["corpus_sha256"]) == (10, first["corpus_sha256"]) == (10, sha256(text.read_bytes()))
+    assert (
+        (second["steps"], second["corpus_sha256"])
+        == (10, first["corpus_sha256"])
+        == (10, sha256(text.read_bytes()))
+    )
     assert {file.name for file in (tmp_path / "run").glob("*.txt")} == {"log.txt", "samples.txt"}
     assert f" files of {tmp_path} are skipped (of earlier commands)" in capsys.readouterr().err
-    assert ({PLAN} in readers._RUN_MARKS, {RUNS, TEXT_REPORT} in readers._RUN_MARKS) == (True, True)  # of sweeps
+    assert ({PLAN} in readers._RUN_MARKS, {RUNS, TEXT_REPORT} in readers._RUN_MARKS) == (
+        True,
+        True,
+    )  # of sweeps
 
 
 def test_the_readme_of_a_clone_is_no_text_of_its_data_folder(monkeypatch):
@@ -480,14 +659,24 @@ def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch)
 
     monkeypatch.setattr(readers, "_decode", lambda *args: map(Block, decode(*args)))
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="", encoding="utf-8")
-    assert documents(read_with_blocks(10, lambda: read_documents(file, "text"))) == [rows[0]["text"], "b\n", ""]
+    file.write_text(
+        "".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows),
+        newline="",
+        encoding="utf-8",
+    )
+    assert documents(read_with_blocks(10, lambda: read_documents(file, "text"))) == [
+        rows[0]["text"],
+        "b\n",
+        "",
+    ]
     assert sum(read) == 0
 
 
 def test_a_text_is_cut_where_it_can_be_cut_or_else_at_the_maximum_length(monkeypatch):
     monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
-    found = read_with_blocks(100, lambda: text_chunks(f"{i}: a line of some words.\n" for i in range(50)))
+    found = read_with_blocks(
+        100, lambda: text_chunks(f"{i}: a line of some words.\n" for i in range(50))
+    )
     assert len(found) > 10
     assert all(chunk.text.endswith("\n") for chunk in found)
     found = read_with_blocks(100, lambda: text_chunks(["1" * 100] * 35))

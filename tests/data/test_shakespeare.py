@@ -16,7 +16,11 @@ LITTLE = b"a little text\nin two lines\n"
 def server(tmp_path, monkeypatch):
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     with serving(LITTLE, monkeypatch) as server:
-        server.settings = {"name": "little", "url": f"{server.url}/little.txt", "sha256": sha256(LITTLE)}
+        server.settings = {
+            "name": "little",
+            "url": f"{server.url}/little.txt",
+            "sha256": sha256(LITTLE),
+        }
         server.settings |= {"characters": 1000, "folder": tmp_path / "data"}
         yield server
 
@@ -28,7 +32,9 @@ def plays():
     return "".join(texts)
 
 
-def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, monkeypatch, server, capsys):
+def test_the_text_is_searched_in_folder_then_shared_folder_then_url(
+    tmp_path, monkeypatch, server, capsys
+):
     folder, shared = tmp_path / "data", tmp_path / "shared"
     monkeypatch.setenv("MINIGPT_DATA_DIR", str(shared))
     for file in (folder / "little.txt", shared / "little.txt"):
@@ -65,10 +71,15 @@ def occupy(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["edited text", "folder", "broken link"])
-def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(tmp_path, server, kind, plays):
+def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(
+    tmp_path, server, kind, plays
+):
     folder, settings = tmp_path / "data", server.settings | {"source": "download"}
     folder.mkdir()
-    read = {name: occupy(folder / name, kind) for name in ("little.txt", "little-stand-in.txt", "checksums.json")}
+    read = {
+        name: occupy(folder / name, kind)
+        for name in ("little.txt", "little-stand-in.txt", "checksums.json")
+    }
     before = {name: of_user() for name, of_user in read.items()}
     for requests in (1, 1):  # the second run has the text
         corpus = corpus_of(None, **settings)
@@ -78,10 +89,15 @@ def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(tmp_path,
     server.faults += [404] * 6
     for _ in range(2):
         corpus = corpus_of(None, **settings)
-        assert ("".join(texts_on_disk(corpus)), corpus.name[:16]) == (plays[:1000], "little-stand-in-")
+        assert ("".join(texts_on_disk(corpus)), corpus.name[:16]) == (
+            plays[:1000],
+            "little-stand-in-",
+        )
     copy = f"little-{sha256(LITTLE)[:12]}.txt"
     read[copy] = occupy(folder / copy, kind)
-    with pytest.raises(UserError, match=f"^{folder / copy} must be free, or have the checksum of its name;"):
+    with pytest.raises(
+        UserError, match=f"^{folder / copy} must be free, or have the checksum of its name;"
+    ):
         sources.find_text(server.settings)
     assert {name: of_user() for name, of_user in read.items()} == before | {copy: read[copy]()}
     assert server.requests == 7
@@ -97,6 +113,10 @@ def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, ser
 
 
 def test_speeches_continue_after_a_stage_direction_which_is_removed_like_headings(plays):
-    assert "Get thee to bed.\nIs this a dagger which I see before me," in plays  # Macbeth, between: _Exit Servant_
-    assert "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays  # another speaker, another speech
+    assert (
+        "Get thee to bed.\nIs this a dagger which I see before me," in plays
+    )  # Macbeth, between: _Exit Servant_
+    assert (
+        "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays
+    )  # another speaker, another speech
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)

@@ -18,14 +18,14 @@ from corpora import ROOT, documents, sha256, values
 from hub import Hub
 
 from minigpt.checkpoints.format import contents, write
-from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.prepare import load_corpus
 from minigpt.data.readers import read_texts
 from minigpt.extras.interpret.run_corpus import find_corpus
+from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import PARTIAL, atomic_write, checksums
-from minigpt.utils.terminal import SRUN
+from minigpt.utils.ranks import SRUN
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -66,7 +66,9 @@ def texts_of(source):
     return documents(source.read())
 
 
-def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_order(find, tmp_path):
+def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_order(
+    find, tmp_path
+):
     folder = tmp_path / "My texts!"
     folder.mkdir()
     (folder / "b.txt").write_text("of b")
@@ -77,7 +79,9 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     assert (source.name, val) == ("My-texts", None)
     assert find(path=f"{folder}/*.txt")[0].sha256 == sha256(b"of b")
     (tmp_path / "a.jsonl").write_text('{"title": "a title", "body": "a body"}\n')
-    title, body = (find(path=str(tmp_path / "a.jsonl"), field=field)[0] for field in ("title", "body"))
+    title, body = (
+        find(path=str(tmp_path / "a.jsonl"), field=field)[0] for field in ("title", "body")
+    )
     assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
     assert title.sha256 != body.sha256
 
@@ -85,7 +89,9 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
 def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tmp_path):
     one, found = '{"text": "one"}', []
     changes = {"a.txt": one}, {"b.txt": "two"}, {"b.txt": "owt"}, {"0.txt": "owt"}
-    for i, files in enumerate([*({"a.txt": one} | change for change in changes), {"0.txt": "owt", "a.jsonl": one}]):
+    for i, files in enumerate(
+        [*({"a.txt": one} | change for change in changes), {"0.txt": "owt", "a.jsonl": one}]
+    ):
         for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
             folder.mkdir()
             for name, content in files.items():
@@ -150,7 +156,9 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
         assert texts_of(source) == [content.decode().replace("\r\n", "\n")]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
     read = f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('-', '', Path('{ROOT}')))"
-    child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True
+    )
     copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
     assert child.stdout.decode().strip() == str(copy)
 
@@ -178,19 +186,29 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     source, val = find(path=path, val_path=pipe("or not"))
     for _ in range(2):
         assert (texts_of(source), texts_of(val)) == (["To be\n"], ["or not"])
-    assert (source.name, source.sha256, val.sha256) == ("stdin", sha256(b"To be\r\n"), sha256(b"or not"))
-    read = (
-        f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('{path}', '', Path('{ROOT}')))"
+    assert (source.name, source.sha256, val.sha256) == (
+        "stdin",
+        sha256(b"To be\r\n"),
+        sha256(b"or not"),
     )
-    child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
-    assert Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"  # a rank, which has no such pipe
+    read = f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('{path}', '', Path('{ROOT}')))"
+    child = subprocess.run(
+        [sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True
+    )
+    assert (
+        Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"
+    )  # a rank, which has no such pipe
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
         find(path=pipe(""))
-    several = pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save")
+    several = pytest.raises(
+        UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"
+    )
     with patch.dict(os.environ, MINIGPT_RANK_ZERO_PID="1", LOCAL_RANK="1", WORLD_SIZE="2"), several:
         find(path=pipe("x"))
     terminal, _ = os.openpty()
-    with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"):
+    with pytest.raises(
+        UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"
+    ):
         find(path=f"/dev/fd/{terminal}")
 
 
@@ -213,7 +231,10 @@ def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
     for name in ("b.txt", "a.txt", "more/c.md", "more/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"of {Path(name).stem}", encoding="utf-8")
-    source, val = find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"], val_path=[pipe("piped")])
+    source, val = find(
+        path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"],
+        val_path=[pipe("piped")],
+    )
     assert texts_of(source) == ["of b", "of c", "of d", "of a"]
     assert texts_of(val) == ["piped"]
     assert source.name == "b.txt-more-" + tmp_path.name
@@ -222,27 +243,41 @@ def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
         find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"])
 
 
-def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(find, tmp_path, monkeypatch):
+def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(
+    find, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("plays/old/a.txt", "odd [1].txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
-    names = {"**/*.txt": "text", "plays/**/*.txt": "plays", "plays/*/a.txt": "a.txt", "./plays": "plays", ".": "text"}
-    for path, name in (names | {"odd [1].txt": "odd-1-.txt", f"{tmp_path}/*/*/*": tmp_path.name}).items():
+    names = {
+        "**/*.txt": "text",
+        "plays/**/*.txt": "plays",
+        "plays/*/a.txt": "a.txt",
+        "./plays": "plays",
+        ".": "text",
+    }
+    for path, name in (
+        names | {"odd [1].txt": "odd-1-.txt", f"{tmp_path}/*/*/*": tmp_path.name}
+    ).items():
         assert find(path=path)[0].name == name
 
 
 def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
     """Token files are found by them."""
     for name in ("a.txt", "b.md", "c.jsonl"):
-        (tmp_path / name).write_text('{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name, encoding="utf-8")
+        (tmp_path / name).write_text(
+            '{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name, encoding="utf-8"
+        )
     sums = [sha256((tmp_path / name).read_bytes()) for name in ("a.txt", "b.md", "c.jsonl")]
     assert find(path=str(tmp_path / "a.txt"))[0].sha256 == sums[0]
     identity = json.dumps(["text", [".txt", ".md", ".jsonl"], sums], sort_keys=True)
     assert find(path=str(tmp_path))[0].sha256 == sha256(identity.encode())
 
 
-def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
+def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_it_has_one(
+    find, stories, tmp_path
+):
     source, val = find(*HUB, dataset=str(stories))
     assert (texts_of(source), texts_of(val), source.name) == (TRAIN, VAL, "tinystories")
     for other in ("revision", "field"):
@@ -255,7 +290,9 @@ def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_
         find(*HUB, dataset=str(stories), subset="other")
 
 
-def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(find, stories, tmp_path, monkeypatch):
+def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
+    find, stories, tmp_path, monkeypatch
+):
     """Not of its path, nor of other files in it."""
     source, val = find(*HUB, dataset=str(stories))
     (stories / "README.md").write_text("# Stories")
@@ -263,9 +300,15 @@ def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(find, storie
     monkeypatch.chdir(tmp_path)
     for path in (str(stories), "stories", "./stories/"):
         again = find(*HUB, dataset=path)
-        assert [(one.sha256, texts_of(one)) for one in again] == [(source.sha256, TRAIN), (val.sha256, VAL)]
+        assert [(one.sha256, texts_of(one)) for one in again] == [
+            (source.sha256, TRAIN),
+            (val.sha256, VAL),
+        ]
     (stories / "data/validation-00000-of-00001.parquet").write_bytes(parquet(["other rows"]))
-    assert [one.sha256 == old.sha256 for one, old in zip(find(*HUB, dataset=path), (source, val), strict=True)] == [
+    assert [
+        one.sha256 == old.sha256
+        for one, old in zip(find(*HUB, dataset=path), (source, val), strict=True)
+    ] == [
         True,
         False,
     ]
@@ -280,12 +323,16 @@ def test_a_text_file_of_a_folder_with_the_layout_of_a_hub_is_one_document(find, 
     assert texts_of(source) == ["One day.\n\nTwo dogs.\n", "The end."]
 
 
-def test_null_of_a_hub_is_left_out_and_counted_and_every_line_end_is_a_line_break(find, stories, capsys):
+def test_null_of_a_hub_is_left_out_and_counted_and_every_line_end_is_a_line_break(
+    find, stories, capsys
+):
     write_stories(stories, "train", ["a\rb\r\nc", None, "", None])
     source, _ = find("openwebtext", dataset=str(stories))
     for _ in range(2):
         assert texts_of(source) == ["a\nb\nc", ""]
-    warning = f"warning: 2 rows of data.dataset={stories} have null instead of a text and are left out\n"
+    warning = (
+        f"warning: 2 rows of data.dataset={stories} have null instead of a text and are left out\n"
+    )
     assert capsys.readouterr().err == warning
 
 
@@ -325,11 +372,15 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize("card", [{"README.md": b"# Plays"}, {}], ids=["card", "none"])
 def test_a_data_set_of_the_hub_is_its_commit(find, hub, card, capsys):
-    first = hub.commit({"train.parquet": parquet(["one", "two"]), "validation.parquet": parquet(["val"]), **card})
+    first = hub.commit(
+        {"train.parquet": parquet(["one", "two"]), "validation.parquet": parquet(["val"]), **card}
+    )
     source, val = find(*HUB, dataset="me/plays")
     assert (texts_of(source), texts_of(val)) == (["one", "two"], ["val"])
     assert f"is read at commit {first}; data.revision={first} fixes it\n" in capsys.readouterr().err
-    hub.commit({"train.parquet": parquet(["changed"]), "validation.parquet": parquet(["val"]), **card})
+    hub.commit(
+        {"train.parquet": parquet(["changed"]), "validation.parquet": parquet(["val"]), **card}
+    )
     changed, _ = find(*HUB, dataset="me/plays")
     assert texts_of(changed) == ["changed"]
     assert texts_of(source) == ["one", "two"]  # the commit that its checksum is of
@@ -354,27 +405,42 @@ def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_
     changed, _ = find("openwebtext", dataset="me/plays")
     offline()
     assert find("openwebtext", dataset="me/plays")[0].sha256 == changed.sha256
-    with pytest.raises(RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"):
+    with pytest.raises(
+        RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"
+    ):
         texts_of(changed)  # not the other commit, which is in the cache
     cached, _ = find("openwebtext", dataset="me/plays", revision=first)
     assert (texts_of(cached), cached.sha256, first != second) == (["one"], source.sha256, True)
 
 
-def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(find, hub, offline, monkeypatch):
+def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(
+    find, hub, offline, monkeypatch
+):
     hub.commit({"train.parquet": parquet(["one"]), "README.md": b"# Plays"})
-    for changes in ({"dataset": "me/nothing"}, {"dataset": "me/plays", "revision": "v9"}, {"dataset": "a b"}):
+    for changes in (
+        {"dataset": "me/nothing"},
+        {"dataset": "me/plays", "revision": "v9"},
+        {"dataset": "a b"},
+    ):
         with pytest.raises(UserError, match=r"^data\.dataset=.* cannot be read: ") as error:
             find("openwebtext", **changes)
         assert error.value.exit_code == 2
     point_at("http://127.0.0.1:9", monkeypatch)
     for _ in range(2):
-        with pytest.raises(RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"):
+        with pytest.raises(
+            RunError,
+            match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$",
+        ):
             find("openwebtext", dataset="me/plays")
         offline()
 
 
 def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
-    data = values() | values("openwebtext") | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
+    data = (
+        values()
+        | values("openwebtext")
+        | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
+    )
     data |= {"val_fraction": 0.2}
     corpus = load_corpus(data, {"name": "char"})
     model, run = GPTConfig(vocab_size=corpus.tokenizer.vocab_size), {"data": data}
@@ -384,7 +450,9 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
 
 
-def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(train, stories, tmp_path):
+def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(
+    train, stories, tmp_path
+):
     given = ("data=openwebtext", "data.path=null", "data.val_split=validation", "tokenizer=byte")
     train(*given, f"data.dataset={stories}", "max_steps=1")
     with pytest.raises(UserError, match="is not searched, because other settings select the text"):
@@ -393,8 +461,14 @@ def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(t
 
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):
     for changes, problem in (
-        ({"field": "id"}, rf"^data\.dataset={stories}: column id holds int, not text; .*text are text, title;"),
-        ({"field": "body"}, rf"^data\.dataset={stories}: no text in column body; .*text are text, title;"),
+        (
+            {"field": "id"},
+            rf"^data\.dataset={stories}: column id holds int, not text; .*text are text, title;",
+        ),
+        (
+            {"field": "body"},
+            rf"^data\.dataset={stories}: no text in column body; .*text are text, title;",
+        ),
         ({"train_split": "exam"}, "exam"),
         ({"dataset": "nobody/nothing"}, r"^data\.dataset=nobody/nothing [^\n]*$"),
     ):

@@ -31,7 +31,10 @@ SPREAD = np.random.default_rng(1).integers(1, 256, (2, 100))  # ids of bytes
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 60), st.sampled_from(["uint16", "uint32"]), st.data())
 def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dtype, data):
-    array, bound = np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype), st.integers(-70, 70)
+    array, bound = (
+        np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype),
+        st.integers(-70, 70),
+    )
     begin, end = data.draw(st.none() | bound), data.draw(st.none() | bound)
     ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=3, max_size=3)))
     with tempfile.TemporaryDirectory() as folder:
@@ -48,28 +51,49 @@ def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dty
 def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     corpus = prepare(TEXT, tmp_path)
     loaded = token_files.load(folder_of(corpus))
-    assert (loaded.name, loaded.dtype, loaded.provenance) == ("mine.txt", "uint16", corpus.provenance)
+    assert (loaded.name, loaded.dtype, loaded.provenance) == (
+        "mine.txt",
+        "uint16",
+        corpus.provenance,
+    )
     assert (loaded.train, loaded.val) == (corpus.train, corpus.val)
     assert loaded.tokenizer.to_dict() == corpus.tokenizer.to_dict()
     for split in ("train", "val"):
         tokens = loaded.tokens(split)
         tokens[:5][0] = 0
-    assert on_disk(loaded) == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()] == [IDS[:45], IDS[45:]]
-    with pytest.raises(UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"):
+    assert (
+        on_disk(loaded)
+        == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()]
+        == [IDS[:45], IDS[45:]]
+    )
+    with pytest.raises(
+        UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"
+    ):
         loaded.check_length(5)
 
 
 @pytest.mark.parametrize(
     ("texts", "fraction", "proposed"),
-    [(["x" * 300], 0.1, "0.28"), (["x" * 11] * 20, 0.1, "0.35"), (["x" * 300], 0.9, "0.72"), (["x" * 150], 0.3, None)],
+    [
+        (["x" * 300], 0.1, "0.28"),
+        (["x" * 11] * 20, 0.1, "0.35"),
+        (["x" * 300], 0.9, "0.72"),
+        (["x" * 150], 0.3, None),
+    ],
 )
-def test_a_split_that_is_too_short_is_refused_with_a_share_that_is_long_enough(tmp_path, texts, fraction, proposed):
+def test_a_split_that_is_too_short_is_refused_with_a_share_that_is_long_enough(
+    tmp_path, texts, fraction, proposed
+):
     def check(**changes):
         prepare(rows(texts), tmp_path, "byte", name="mine.jsonl", **changes).check_length(64)
 
-    with pytest.raises(UserError, match=r"but a window needs .* = 65; .*a smaller model\.block_size") as error:
+    with pytest.raises(
+        UserError, match=r"but a window needs .* = 65; .*a smaller model\.block_size"
+    ) as error:
         check(val_fraction=fraction)
-    assert re.findall(r"set data\.val_fraction=([\d.]+),", str(error.value)) == ([proposed] if proposed else [])
+    assert re.findall(r"set data\.val_fraction=([\d.]+),", str(error.value)) == (
+        [proposed] if proposed else []
+    )
     if proposed:
         check(val_fraction=float(proposed))
 
@@ -123,12 +147,23 @@ def npy(ids, dtype="<u2"):
     return content.getvalue()
 
 
-def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_separators(tmp_path, monkeypatch):
+def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_separators(
+    tmp_path, monkeypatch
+):
     train, val = "to train on é".encode(), "to validate on é".encode()
-    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, raw([*train]), raw([*val])))
-    assert [*corpus.train.files, *corpus.val.files] == [tmp_path / "train.bin", tmp_path / "val.bin"]
+    corpus = corpus_of(
+        None, tmp_path / "data", "byte", **bins(tmp_path, raw([*train]), raw([*val]))
+    )
+    assert [*corpus.train.files, *corpus.val.files] == [
+        tmp_path / "train.bin",
+        tmp_path / "val.bin",
+    ]
     assert [corpus.tokens(split)[:].tolist() for split in ("train", "val")] == [[*train], [*val]]
-    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
+    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (
+        len(train),
+        len(val),
+        len(val),
+    )
     monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, raw([1, 2]), raw([97, 256, 257, 256]), AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
@@ -148,7 +183,9 @@ def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
             assert tokens[:].tolist() == tokens[np.arange(100)].tolist() == ids.tolist()
 
 
-def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(tmp_path):
+def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(
+    tmp_path,
+):
     for zeros in (np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200)):
         corpus = read_bins(tmp_path, *[raw([*zeros, *SPREAD[0]], "<u4")] * 2)
         assert (corpus.dtype, corpus.train.tokens) == ("uint32", 5100)
@@ -156,7 +193,10 @@ def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_
     large.vocab_size = 100_000
     train, val = (np.random.default_rng(i).integers(0, 100_000, 100) for i in range(2))
     corpus = read_bins(tmp_path, raw(train, "<u4"), raw(val, "<u4"), large)
-    assert (corpus.tokens("train")[:].tolist(), corpus.tokens("val")[:].tolist()) == (train.tolist(), val.tolist())
+    assert (corpus.tokens("train")[:].tolist(), corpus.tokens("val")[:].tolist()) == (
+        train.tolist(),
+        val.tolist(),
+    )
     with pytest.raises(UserError, match=r"val\.bin has a token id .* its ids have another width"):
         read_bins(tmp_path, raw(train), raw(val), large)
 
@@ -164,12 +204,18 @@ def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_
 REFUSED = {
     "half an id": (lambda ids: b"abc", "has 3 bytes, not an array of 16-bit ids"),
     "ids outside the vocabulary": (lambda ids: raw(ids + 256, "<u4"), "no ids of this tokenizer"),
-    "two dimensions": (lambda ids: npy(ids.reshape(10, 10)), r"array of integers \(N,\), got uint16 \(10, 10"),
+    "two dimensions": (
+        lambda ids: npy(ids.reshape(10, 10)),
+        r"array of integers \(N,\), got uint16 \(10, 10",
+    ),
     "floats": (partial(npy, dtype="<f4"), "must be an array of integers .*, got float32"),
     "objects": (partial(npy, dtype=object), "cannot be read by NumPy"),
     "half a file of llm.c": (lambda ids: llm_c(ids)[:-2], "not a complete token file of llm.c"),
     "an unknown version": (partial(llm_c, version=2), "not a complete token file of llm.c"),
-    "a text": (lambda ids: ("à la carte " * 999).encode(), "is a text, not an array of ids; set data.path"),
+    "a text": (
+        lambda ids: ("à la carte " * 999).encode(),
+        "is a text, not an array of ids; set data.path",
+    ),
 }
 
 
@@ -177,13 +223,17 @@ REFUSED = {
 def test_files_that_are_not_ids_are_refused_with_the_config_key(tmp_path, write, problem):
     for name, ids in (("train", SPREAD), ("val", SPREAD[::-1])):
         contents = {"train": raw(SPREAD[0]), "val": raw(SPREAD[1])} | {name: write(ids[0])}
-        with pytest.raises(UserError, match=rf"data\.{name}_bin=\S*{name}\.bin .*{problem}") as error:
+        with pytest.raises(
+            UserError, match=rf"data\.{name}_bin=\S*{name}\.bin .*{problem}"
+        ) as error:
             read_bins(tmp_path, **contents)
         assert "\n" not in str(error.value)
 
 
 def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"):
+    with pytest.raises(
+        UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"
+    ):
         read_bins(tmp_path, raw(SPREAD[0]), raw(SPREAD[1], "<u4"))
     files = bins(tmp_path, raw([1, 2]), raw([3, 4]))
     for name, changes, problem in (
@@ -198,18 +248,29 @@ def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["char", "bpe", "byte"])
 def test_prepared_token_files_are_the_same_corpus_without_their_text(tmp_path, name):
     tokenizer = {"name": name} | ({"vocab_size": 260} if name == "bpe" else {})
-    corpus = prepare(rows([TEXT, TEXT + "!"] * 9), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
+    corpus = prepare(
+        rows([TEXT, TEXT + "!"] * 9), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3
+    )
     (tmp_path / "mine.jsonl").unlink()
     bins = {f"{split}_bin": str(folder_of(corpus) / f"{split}.bin") for split in ("train", "val")}
-    found = [corpus_of(None, tmp_path, given, **bins) for given in (tokenizer, "prepared", corpus.tokenizer.to_dict())]
-    found.append(corpus_of(None, tmp_path, tokenizer, **{key: [file] for key, file in bins.items()}))
+    found = [
+        corpus_of(None, tmp_path, given, **bins)
+        for given in (tokenizer, "prepared", corpus.tokenizer.to_dict())
+    ]
+    found.append(
+        corpus_of(None, tmp_path, tokenizer, **{key: [file] for key, file in bins.items()})
+    )
     for each in found:
         assert replace(each, tokenizer=None) == replace(corpus, tokenizer=None)
         assert each.tokenizer.to_dict() == corpus.tokenizer.to_dict()
     others = ["char", "byte", "gpt2", BPE, BPE | {"vocab_size": 261}, CharTokenizer("ab").to_dict()]
     for other in others:
         if other not in (name, tokenizer):
-            way_out = "init_from needs" if isinstance(other, dict) and "alphabet" in other else "tokenizer=prepared"
+            way_out = (
+                "init_from needs"
+                if isinstance(other, dict) and "alphabet" in other
+                else "tokenizer=prepared"
+            )
             was = rf"tokenizer must be {name}.*, as in {folder_of(corpus)}/meta\.json, got .*; {way_out}"
             with pytest.raises(UserError, match=was):
                 corpus_of(None, tmp_path, other, **bins)
@@ -227,13 +288,17 @@ def test_token_files_of_several_tokenizers_are_refused(tmp_path):
             "train_bin": f"{made.get(train, tmp_path / 'tokens/*')}/train.bin",
             "val_bin": f"{made[val]}/val.bin",
         }
-        with pytest.raises(UserError, match=rf"^{made['char']} has token files of another tokenizer; "):
+        with pytest.raises(
+            UserError, match=rf"^{made['char']} has token files of another tokenizer; "
+        ):
             corpus_of(None, tmp_path, "byte", **bins)
     other = tmp_path / "other"
     other.mkdir()
     (made["byte"] / "val.bin").rename(other / "val.bin")  # without the description of its folder
     bins = {"train_bin": f"{made['byte']}/train.bin", "val_bin": f"{other}/val.bin"}
-    assert corpus_of(None, tmp_path, "byte", **bins).val.tokens == len(TEXT * 9) - int(0.9 * len(TEXT * 9))
+    assert corpus_of(None, tmp_path, "byte", **bins).val.tokens == len(TEXT * 9) - int(
+        0.9 * len(TEXT * 9)
+    )
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):
@@ -245,8 +310,13 @@ def write_parts(folder, n=12, ids=RANDOM_IDS):
     return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
 
 
-def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not_on_their_place(tmp_path):
-    first, second = (corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=130)).sha256 for name in "ab")
+def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not_on_their_place(
+    tmp_path,
+):
+    first, second = (
+        corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=130)).sha256
+        for name in "ab"
+    )
     assert first == second
     train, val = sorted(tmp_path.glob("a/train_*.bin")), [tmp_path / "a/val.bin"]
     before = split_checksums(train, val, None)
@@ -258,7 +328,9 @@ def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not
         changed += split_checksums(train, val, None) != before
         file.write_bytes(content)
     assert changed == 64
-    ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]  # more than a sample; the content of one file is read whole
+    ones = [
+        raw([1] * 100_000 + [end]) for end in (3, 4)
+    ]  # more than a sample; the content of one file is read whole
     assert len({read_bins(tmp_path, one, raw([4, 5])).sha256 for one in ones}) == 2
 
 
@@ -267,14 +339,20 @@ def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
     np.array([1, 2, 256], dtype=np.uint16).tofile(tmp_path / "train_0005.bin")
     tokens = corpus_of(None, tmp_path, "byte", **settings).tokens("train")
     for index in (slice(None), np.arange(len(tokens))[None]):
-        with pytest.raises(UserError, match=r"train_0005\.bin has a token id 256, outside the vocabulary of 256"):
+        with pytest.raises(
+            UserError, match=r"train_0005\.bin has a token id 256, outside the vocabulary of 256"
+        ):
             tokens[index]
     write_parts(tmp_path, ids=RANDOM_IDS + 100)
-    with pytest.raises(UserError, match=r"val\.bin has a token id .*, outside the vocabulary"):  # before training
+    with pytest.raises(
+        UserError, match=r"val\.bin has a token id .*, outside the vocabulary"
+    ):  # before training
         corpus_of(None, tmp_path, "byte", **settings)
 
 
-def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_is_trained_on(tmp_path):
+def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_is_trained_on(
+    tmp_path,
+):
     text = "".join(map(str, range(600)))
     (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
     (tmp_path / "other.txt").write_text(text[::-1], encoding="utf-8")
@@ -288,5 +366,8 @@ def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_
     assert part() != part(val_fraction=0.2)
     one, other = ({"val_path": str(tmp_path / name)} for name in ("mine.txt", "other.txt"))
     assert part("other.txt", **one) == part("mine.txt", **one) != part("mine.txt", **other)
-    ids = [corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=n)) for name, n in (("a", 3), ("b", 4))]
+    ids = [
+        corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=n))
+        for name, n in (("a", 3), ("b", 4))
+    ]
     assert ids[0].validated_part(8, 4, None) == ids[1].validated_part(8, 4, None)

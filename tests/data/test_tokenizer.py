@@ -11,13 +11,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import make_model
 
-from minigpt.data.detokenizer import token_pieces
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, encode_prompt, from_dict
-from minigpt.generation import generate, score
+from minigpt.data.tokenizer import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    encode_prompt,
+    from_dict,
+)
+from minigpt.sampling.detokenizer import token_pieces
+from minigpt.sampling.generation import generate, score
 from minigpt.utils.errors import UserError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # all of Unicode but surrogates
-WORDS = "the cat sat on the mat, that's what mats are for! Ünï©ödé 漢字 漢字 😀😀 Ελληνικά 1234 12345   x\n\n\n" * 3
+WORDS = (
+    "the cat sat on the mat, that's what mats are for! Ünï©ödé 漢字 漢字 😀😀 Ελληνικά 1234 12345   x\n\n\n"
+    * 3
+)
 
 
 @cache
@@ -25,7 +35,9 @@ def tokenizer_of(name):
     if name == "bpe":
         return BPETokenizer.train([WORDS, Path(__file__).read_text(encoding="utf-8")], 700)
     if name == "unused ids":
-        return BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), None, b"ab"], {SEPARATOR: 300})
+        return BPETokenizer(
+            "bpe", [*(bytes([i]) for i in range(256)), None, b"ab"], {SEPARATOR: 300}
+        )
     return {"byte": ByteTokenizer(), "char": CharTokenizer("".join(sorted(set(WORDS))))}[name]
 
 
@@ -60,7 +72,9 @@ def test_byte_and_bpe_round_trip_any_text(name, text):
     assert ids.tolist() == rebuilt(tokenizer).encode(text).tolist()
     assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == expected
     assert tokenizer.decode_bytes(ids) == expected.encode()
-    assert all(0 <= i < tokenizer.vocab_size - (name != "byte") for i in ids.tolist())  # no separator
+    assert all(
+        0 <= i < tokenizer.vocab_size - (name != "byte") for i in ids.tolist()
+    )  # no separator
     assert ids.dtype == np.dtype("uint8" if name == "byte" else "uint16")
 
 
@@ -69,9 +83,15 @@ def test_invalid_ids_decode_to_the_replacement_character_and_one_error_lists_all
         (a,) = tokenizer.encode("a").tolist()
         assert tokenizer.decode([a, tokenizer.vocab_size, -1, a, 1 << 40]) == "a\ufffd\ufffda\ufffd"
     with pytest.raises(UserError, match=r"no id for '\\t', 'b', '~', '😀'; its alphabet is the 3 "):
-        CharTokenizer("acz").encode("czb~a😀\tb")  # b lies between known characters, ~ and 😀 beyond them
-    with pytest.raises(UserError, match=r"no id for U\+0007, ' ', U\+00A0, U\+0301, U\+200B, U\+FE0F, U\+FEFF; "):
-        CharTokenizer("a").encode("a \u200b\u00a0\ufeff\u0301\ufe0f\a")  # which a terminal does not show
+        CharTokenizer("acz").encode(
+            "czb~a😀\tb"
+        )  # b lies between known characters, ~ and 😀 beyond them
+    with pytest.raises(
+        UserError, match=r"no id for U\+0007, ' ', U\+00A0, U\+0301, U\+200B, U\+FE0F, U\+FEFF; "
+    ):
+        CharTokenizer("a").encode(
+            "a \u200b\u00a0\ufeff\u0301\ufe0f\a"
+        )  # which a terminal does not show
 
 
 def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_id():
@@ -79,18 +99,30 @@ def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_
     plain = tokenizer_of("bpe")
     separated = from_dict(plain.to_dict() | {"separated": True})
     end = separated.separator.tolist()
-    for tokenizer, start in ((CharTokenizer("\t\nab"), [1]), (CharTokenizer("ab"), [0]), (separated, end)):
+    for tokenizer, start in (
+        (CharTokenizer("\t\nab"), [1]),
+        (CharTokenizer("ab"), [0]),
+        (separated, end),
+    ):
         assert encode_prompt(tokenizer, "").tolist() == start
-    for prompt, ids in ((SEPARATOR, end), (f"{SEPARATOR}a{SEPARATOR}b", [*end, ord("a"), *end, ord("b")])):
+    for prompt, ids in (
+        (SEPARATOR, end),
+        (f"{SEPARATOR}a{SEPARATOR}b", [*end, ord("a"), *end, ord("b")]),
+    ):
         assert encode_prompt(separated, prompt).tolist() == ids
         assert separated.names(ids) == prompt
-        assert encode_prompt(plain, prompt).tolist() == plain.encode(prompt).tolist()  # its corpus has no separator
+        assert (
+            encode_prompt(plain, prompt).tolist() == plain.encode(prompt).tolist()
+        )  # its corpus has no separator
 
 
 @pytest.mark.filterwarnings("error")  # torch's, of arrays that cannot be written
 def test_the_model_takes_encoded_arrays():
     tokenizer = tokenizer_of("bpe")
-    model, ids = make_model(vocab_size=tokenizer.vocab_size, block_size=8), tokenizer.encode("the cat")
+    model, ids = (
+        make_model(vocab_size=tokenizer.vocab_size, block_size=8),
+        tokenizer.encode("the cat"),
+    )
     longs = torch.tensor([ids.tolist()])
     assert torch.equal(model(ids[None]), model(longs))
     assert torch.equal(model(ids[None, :-1], ids[None, 1:]), model(longs[:, :-1], longs[:, 1:]))
@@ -110,16 +142,24 @@ def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     completed = [i for i, piece in enumerate(pieces[:-1]) if piece]
-    assert completed == [i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80]  # before the next character
+    assert completed == [
+        i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80
+    ]  # before the next character
 
 
 @pytest.mark.parametrize(
     ("text", "merged"),
-    [("abab", [b"ab", b"abab"]), ("a1111 ", [b"11", b"1111"]), ("", [])],  # no merge across pieces of the pattern
+    [
+        ("abab", [b"ab", b"abab"]),
+        ("a1111 ", [b"11", b"1111"]),
+        ("", []),
+    ],  # no merge across pieces of the pattern
 )
 def test_a_too_large_vocab_size_raises_with_the_largest_possible(text, merged):
     largest = 257 + len(merged)
-    with pytest.raises(UserError, match=rf"vocab_size must be at most {largest} .*, got {largest + 1}"):
+    with pytest.raises(
+        UserError, match=rf"vocab_size must be at most {largest} .*, got {largest + 1}"
+    ):
         BPETokenizer.train([text], largest + 1)
     tokenizer = BPETokenizer.train([text], largest)
     assert (tokenizer.tokens[256:], tokenizer.vocab_size) == (merged, largest)

@@ -24,10 +24,18 @@ SECONDS = 300  # for a run, or its end after a fault; collectives alone wait for
 SETTINGS = ["log_every=1", "schedule=constant", "schedule.warmup_steps=5"]
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=64-true"]
 FSDP = ["trainer=fsdp", "trainer.accelerator=cpu"]
-TRAINING = ["optimizer=muon", "ema_decay=0.9", "trainer.accumulate_grad_batches=2", "max_steps=50", "eval_every=25"]
+TRAINING = [
+    "optimizer=muon",
+    "ema_decay=0.9",
+    "trainer.accumulate_grad_batches=2",
+    "max_steps=50",
+    "eval_every=25",
+]
 # For two hosts with two processes each.
 DOCUMENTED = re.findall(
-    r"^torchrun (.+) scripts/train.py", (ROOT / "docs/scaling.md").read_text(encoding="utf-8"), re.MULTILINE
+    r"^torchrun (.+) scripts/train.py",
+    (ROOT / "docs/scaling.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
 )
 ELASTIC = "--nnodes=1:3 --max-restarts=10 --rdzv-backend=c10d --rdzv-endpoint=c:29500"
 ELASTIC += " --rdzv-conf=last_call_timeout=5,keep_alive_interval=2"  # by default 30 s
@@ -37,8 +45,16 @@ pytestmark = [needs_hosts, pytest.mark.slow]
 def torchrun(hosts: Hosts, host: int, options: str, overrides: list[str]) -> Any:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(ROOT / "scripts/train.py")]
-    with NamedTemporaryFile("w", encoding="utf-8", dir=hosts.folder, delete=False) as log:  # a pipe could be full
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options.split(),
+        str(ROOT / "scripts/train.py"),
+    ]
+    with NamedTemporaryFile(
+        "w", encoding="utf-8", dir=hosts.folder, delete=False
+    ) as log:  # a pipe could be full
         options = {"cwd": hosts.folder, "stdout": log, "stderr": subprocess.STDOUT}
         launcher = hosts.run(host, [*command, *overrides, "collective_timeout=10"], env, **options)
     launcher.log = Path(log.name)
@@ -57,7 +73,9 @@ def finish(launchers: list[Any], code: int) -> list[str]:
     for launcher in launchers:
         launcher.wait(SECONDS)
     printed = [launcher.log.read_text(encoding="utf-8") for launcher in launchers]
-    assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(printed)
+    assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(
+        printed
+    )
     return printed
 
 
@@ -69,7 +87,12 @@ def assert_same_losses(run: Path, one: Path, rel: float) -> None:
 
 @pytest.mark.ci
 def test_hosts_give_the_losses_of_one_process(small, train, tmp_path):
-    settings = [*TRAINING, "optimizer.lr=0.02", "data.batch_size=10", *SETTINGS]  # of 3, 3, 2 and 2 sequences
+    settings = [
+        *TRAINING,
+        "optimizer.lr=0.02",
+        "data.batch_size=10",
+        *SETTINGS,
+    ]  # of 3, 3, 2 and 2 sequences
     with start_hosts(2, tmp_path) as hosts:
         first, *others = finish(on_all(hosts, 2, [*small, *DDP, *settings]), code=0)
     assert "device      4 × cpu" in first
@@ -78,13 +101,19 @@ def test_hosts_give_the_losses_of_one_process(small, train, tmp_path):
     assert_same_losses(run, train(*settings, *DDP[2:], folder=tmp_path / "one").folder, 1e-6)
 
 
-@pytest.mark.parametrize(("spread", "cut", "rel"), [(DDP, True, 1e-6), (FSDP, False, 1e-3)], ids=["cut", "killed"])
+@pytest.mark.parametrize(
+    ("spread", "cut", "rel"), [(DDP, True, 1e-6), (FSDP, False, 1e-3)], ids=["cut", "killed"]
+)
 def test_a_run_that_loses_a_host_ends_and_resumes(small, train, tmp_path, spread, cut, rel):
     run, settings = tmp_path / "run", ["data.batch_size=12", "eval_every=5", *SETTINGS]
     overrides = [*small, *settings, *spread, f"hydra.run.dir={run}", "resume=auto"]
     with start_hosts(2, tmp_path) as hosts:
         launchers = on_all(hosts, 1, [*overrides, "max_steps=1000000"])
-        wait_until(lambda: (run / LAST).exists() or any(launcher.poll() is not None for launcher in launchers))
+        wait_until(
+            lambda: (
+                (run / LAST).exists() or any(launcher.poll() is not None for launcher in launchers)
+            )
+        )
         if cut:
             hosts.set_link(1, "down")
         else:
@@ -99,11 +128,16 @@ def test_a_run_that_loses_a_host_ends_and_resumes(small, train, tmp_path, spread
         hosts.set_link(1, "up")
         longer = f"max_steps={read(run / LAST)['global_step'] + 10}"
         finish(on_all(hosts, 1, [*overrides, longer]), code=0)
-    assert_same_losses(run, train(*settings, *spread[2:], longer, folder=tmp_path / "one").folder, rel)
+    assert_same_losses(
+        run, train(*settings, *spread[2:], longer, folder=tmp_path / "one").folder, rel
+    )
 
 
 def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small, train, tmp_path):
-    run, settings = tmp_path / "run", ["data.batch_size=12", "max_steps=100", "eval_every=10", *SETTINGS]
+    run, settings = (
+        tmp_path / "run",
+        ["data.batch_size=12", "max_steps=100", "eval_every=10", *SETTINGS],
+    )
     elastic = [*small, *settings, *FSDP, "resume=auto"]
     elastic += [f"hydra.run.dir={run}", "+callbacks.slow._target_=hosts.Slow"]
 
@@ -113,7 +147,9 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
     with start_hosts(3, tmp_path) as hosts:
         launchers = {host: torchrun(hosts, host, ELASTIC, elastic) for host in range(3)}
 
-        def survive(fault: Callable[[int], None], *numbers: int) -> None:  # until there is another step
+        def survive(
+            fault: Callable[[int], None], *numbers: int
+        ) -> None:  # until there is another step
             wait_until((run / LAST).exists)
             before = starts()
             for host in numbers:
@@ -123,7 +159,9 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
             wait_until(lambda: (run / "metrics.csv").stat().st_mtime > restarted)
 
         def come_back(host: int) -> None:
-            hosts.kill(host)  # after a minute without the network its torchrun would end the rendezvous of all hosts
+            hosts.kill(
+                host
+            )  # after a minute without the network its torchrun would end the rendezvous of all hosts
             launchers[host].wait(SECONDS)
             hosts.set_link(host, "up")
             launchers[host] = torchrun(hosts, host, ELASTIC, elastic)
@@ -133,7 +171,9 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
         survive(come_back, 0, 1)
         printed = finish(list(launchers.values()), code=0)
     one = train(*settings, folder=tmp_path / "one").folder
-    assert [step for step, _ in read_metrics(run / "metrics.csv")["train_loss"]] == list(range(1, 101)), printed
+    assert [step for step, _ in read_metrics(run / "metrics.csv")["train_loss"]] == list(
+        range(1, 101)
+    ), printed
     expected = read(one / LAST)["state_dict"]
     for name, weight in read(run / LAST)["state_dict"].items():
         assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name

@@ -16,17 +16,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
 
-from minigpt.config import GPTConfig
 from minigpt.distributed.muon_ranks import Replicas, Shards
-from minigpt.model import GPT
-from minigpt.optim import OneRank, adamw, muon
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
+from minigpt.training.optim import OneRank, adamw, muon
 
 MUON = ADAM | OPTIONS
 # Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not divide, ranks that own
 # no matrix of a stack, and ranks that hold no row of a matrix.
-SMALL = {"vocab_size": 11, "block_size": 4, "n_layer": 2, "n_head": 5, "n_kv_head": 1, "n_embd": 10, "ngram": 2}
+SMALL = {
+    "vocab_size": 11,
+    "block_size": 4,
+    "n_layer": 2,
+    "n_head": 5,
+    "n_kv_head": 1,
+    "n_embd": 10,
+    "ngram": 2,
+}
 CONFIG = GPTConfig(**SMALL, activation="swiglu")
-GPT2 = GPTConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, tie_embeddings=True)
+GPT2 = GPTConfig(
+    vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, tie_embeddings=True
+)
 pytestmark = pytest.mark.xdist_group("processes")
 
 
@@ -35,7 +45,9 @@ def start(ranks: int, function: Callable[..., None], folder: Path, *arguments: o
     multiprocessing.start_processes(join, given, nprocs=ranks, start_method="forkserver")
 
 
-def join(rank: int, function: Callable[..., None], ranks: int, folder: Path, *arguments: object) -> None:
+def join(
+    rank: int, function: Callable[..., None], ranks: int, folder: Path, *arguments: object
+) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     function(folder / str(rank), *arguments)
@@ -57,7 +69,10 @@ def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
 
 def train_both(file: Path) -> None:
     world = distributed.group.WORLD
-    replicas, shards = trained(GPT(CONFIG), Replicas(world)), trained(shard(GPT(CONFIG)), Shards(world))
+    replicas, shards = (
+        trained(GPT(CONFIG), Replicas(world)),
+        trained(shard(GPT(CONFIG)), Shards(world)),
+    )
     torch.save({"replicas": replicas, "shards": shards}, file)
 
 
@@ -67,7 +82,11 @@ def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
 
     def drawn(p: Tensor) -> Tensor:
         whole = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        return distribute_tensor(whole, p.device_mesh, p.placements) if isinstance(p, DTensor) else whole
+        return (
+            distribute_tensor(whole, p.device_mesh, p.placements)
+            if isinstance(p, DTensor)
+            else whole
+        )
 
     parameters = dict(model.double().named_parameters())
     for p in parameters.values():
@@ -78,17 +97,24 @@ def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
         for p in parameters.values():
             p.grad = drawn(p)
         optimizer.step()
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        for name, p in parameters.items()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "adamw"), (4, "muon")])
 def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     start(ranks, measure_memory, tmp_path, optimizer)
-    buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]  # of the size of the weights; Muon has 1 of matrices
+    buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[
+        optimizer
+    ]  # of the size of the weights; Muon has 1 of matrices
     ideal = 124e6 * 4 * (1 + buffers) / ranks
     for rank in range(ranks):
-        assert 0.98 * ideal <= int((tmp_path / str(rank)).read_text(encoding="utf-8")) <= 1.15 * ideal
+        assert (
+            0.98 * ideal <= int((tmp_path / str(rank)).read_text(encoding="utf-8")) <= 1.15 * ideal
+        )
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
@@ -113,4 +139,9 @@ def measure_memory(file: Path, optimizer: str) -> None:
 
 def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
-    return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) * 1024
+    return (
+        int(
+            re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]
+        )
+        * 1024
+    )

@@ -18,7 +18,7 @@ from minigpt.checkpoints.format import read
 from minigpt.distributed.process_group import LOST_RANK, _set_as_torchrun, first_error
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import RunError
-from minigpt.utils.terminal import SRUN, TORCHRUN
+from minigpt.utils.ranks import SRUN, TORCHRUN
 
 # The last batch of the 125 windows of the validation split has one, so that a rank has none.
 SETTINGS = ["log_every=1", "data.eval_batch_size=62"]
@@ -38,13 +38,25 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("ddp", "sharded") else pytest.mark.slow) for name in RUNS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("ddp", "sharded") else pytest.mark.slow)
+        for name in RUNS
+    ],
 )
 def test_two_ranks_train_as_one(name, small, trained, tmp_path):
     spread, settings, tolerance = RUNS[name]
-    spread = [*spread, "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two/${{now:%f}}"]
+    spread = [
+        *spread,
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        f"hydra.run.dir={tmp_path}/two/${{now:%f}}",
+    ]
     train_on_ranks([[*small, *SETTINGS, *settings, *spread]])
-    (two,), one = (tmp_path / "two").glob("[0-9]*"), trained(*SETTINGS, *settings)  # at the microsecond of rank 0
+    (two,), one = (
+        (tmp_path / "two").glob("[0-9]*"),
+        trained(*SETTINGS, *settings),
+    )  # at the microsecond of rank 0
     assert losses(two) == pytest.approx(losses(one), rel=tolerance)
     assert name != "compressed" or losses(two) != pytest.approx(losses(one), rel=1e-8)  # rounded
     found = read(two / LAST)["state_dict"]
@@ -53,9 +65,16 @@ def test_two_ranks_train_as_one(name, small, trained, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_run_resumes_with_any_strategy_as_if_it_had_not_paused(train, trained, tmp_path, optimizer):
+def test_a_run_resumes_with_any_strategy_as_if_it_had_not_paused(
+    train, trained, tmp_path, optimizer
+):
     """With blocks and embeddings that have several names, and averages of the weights."""
-    same = ["model.layer_repeats=2", "model.tie_embeddings=true", "ema_decay=0.9", f"optimizer={optimizer}"]
+    same = [
+        "model.layer_repeats=2",
+        "model.tie_embeddings=true",
+        "ema_decay=0.9",
+        f"optimizer={optimizer}",
+    ]
     same += ["max_steps=8", "eval_every=2", "log_every=1", "schedule.warmup_steps=1", "resume=auto"]
     whole = trained(*same)
     for strategy, pause_at in (("auto", 2), ("fsdp", 4), ("fsdp", 6), ("ddp", "null")):
@@ -63,14 +82,25 @@ def test_a_run_resumes_with_any_strategy_as_if_it_had_not_paused(train, trained,
         run = train(*same, *spread, f"pause_at={pause_at}").folder
     assert losses(run) == pytest.approx(losses(whole), rel=1e-6)
     found = read(run / LAST)
-    for kind, weights in ((kind, read(whole / LAST)[kind]) for kind in ("state_dict", "unaveraged")):
+    for kind, weights in (
+        (kind, read(whole / LAST)[kind]) for kind in ("state_dict", "unaveraged")
+    ):
         assert found[kind].keys() == weights.keys()
         for name, expected in weights.items():
-            torch.testing.assert_close(found[kind][name], expected, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}")
+            torch.testing.assert_close(
+                found[kind][name], expected, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
+            )
 
 
-FAILS = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "+callbacks.fail._target_=ranks.Fail"]
-OWN = f"rank 1 on host {platform.node()}: RuntimeError: a bad batch (MINIGPT_TRACEBACK=1 shows where)"
+FAILS = [
+    "trainer=ddp",
+    "trainer.accelerator=cpu",
+    "trainer.devices=2",
+    "+callbacks.fail._target_=ranks.Fail",
+]
+OWN = (
+    f"rank 1 on host {platform.node()}: RuntimeError: a bad batch (MINIGPT_TRACEBACK=1 shows where)"
+)
 
 
 def test_the_own_error_of_a_rank_is_the_reason(small, tmp_path):
@@ -89,7 +119,10 @@ def test_the_reason_names_a_lost_rank_that_was_killed(small, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["[/gloo/transport/tcp/pair.cc:538] Connection closed by peer", "Application timeout caused pair closure"],
+    [
+        "[/gloo/transport/tcp/pair.cc:538] Connection closed by peer",
+        "Application timeout caused pair closure",
+    ],
 )
 def test_the_errors_of_gloo_name_a_lost_rank(text, tmp_path):
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -101,9 +134,17 @@ def test_the_errors_of_gloo_name_a_lost_rank(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(launch, tmp_path, monkeypatch):
+def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(
+    launch, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    ended = launch("train.py", *FAILS, "+callbacks.fail.killed=false", f"hydra.run.dir={tmp_path}/run", cold_start=True)
+    ended = launch(
+        "train.py",
+        *FAILS,
+        "+callbacks.fail.killed=false",
+        f"hydra.run.dir={tmp_path}/run",
+        cold_start=True,
+    )
     assert (ended.returncode, f"error: {OWN}" in ended.stderr.splitlines()) == (1, True)
     assert read_summary(tmp_path / "run")["reason"] == OWN
 
@@ -112,15 +153,26 @@ def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(launch, tm
 def test_ranks_of_srun_train_as_one(small, trained, tmp_path):
     """Without --ntasks-per-node, in a job with more tasks, and with variables of ranks that its script exports."""
     spread = ["trainer=ddp", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/two"]
-    group = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
-    group |= {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "interactive"}
+    group = {
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+    }
+    group |= {
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_NAME": "interactive",
+    }
     with socket.socket() as free:
         free.bind(("", 0))
         group |= {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = []
     for rank in "01":
         env = group | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-        ranks.append(Script("train.py", *small, *SETTINGS, *spread, output=tmp_path / f"rank{rank}", env=env))
+        ranks.append(
+            Script("train.py", *small, *SETTINGS, *spread, output=tmp_path / f"rank{rank}", env=env)
+        )
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(trained(*SETTINGS)), rel=1e-6)
 

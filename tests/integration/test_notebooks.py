@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from minigpt.attention import MultiHeadAttention
+from minigpt.model.attention import MultiHeadAttention
 
 # Notebook 000: three tokens of width 2, no biases, seed 42.
 TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)

@@ -15,7 +15,13 @@ TEXT = "Où est l’été ? Где же лето? 😀\n" * 400
 
 def test_help_of_every_script_is_shown_in_ascii(tmp_path):
     scripts = [
-        Script(file.name, "--help", output=tmp_path / file.stem, cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+        Script(
+            file.name,
+            "--help",
+            output=tmp_path / file.stem,
+            cwd=tmp_path,
+            env={"PYTHONIOENCODING": "ascii"},
+        )
         for file in SCRIPTS.glob("[!_]*.py")
     ]
     assert len(scripts) > 5
@@ -37,14 +43,18 @@ def test_a_sweep_into_a_terminal_of_ascii_writes_its_files_in_utf_8(launch, tmp_
     folder = tmp_path / "été"
     assert (folder / "sweep.png").stat().st_size > 0
     assert (folder / "sweep.md").read_text(encoding="utf-8").startswith("# été\n")
-    assert [run["folder"] for run in table(folder / "runs.csv")] == [f"{folder}/seed={seed}" for seed in (1, 2)]
+    assert [run["folder"] for run in table(folder / "runs.csv")] == [
+        f"{folder}/seed={seed}" for seed in (1, 2)
+    ]
     for seed in (1, 2):
         log = (folder / f"seed={seed}" / "log.txt").read_text(encoding="utf-8")
         assert f"run folder  été/seed={seed}\n" in log
         assert "лето.txt" in log
 
 
-def test_a_program_that_trains_completes_where_stdout_lacks_characters_of_the_sample(tmp_path, monkeypatch):
+def test_a_program_that_trains_completes_where_stdout_lacks_characters_of_the_sample(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "лето.txt").write_text(TEXT, encoding="utf-8")
     printed = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")

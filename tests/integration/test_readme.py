@@ -18,8 +18,14 @@ from small_runs import ROOT
 import minigpt
 
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("minigpt/extras/*/README.md"))]
-TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")  # run by test_bench.py
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(ROOT.glob("minigpt/extras/*/README.md")),
+]
+TEXTS = "".join(
+    page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md"
+)  # run by test_bench.py
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
 SHORT += ["callbacks.samples.max_new_tokens=5"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
@@ -33,7 +39,9 @@ ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
 def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
-    text = "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")  # of lines that continue
+    text = (
+        "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")
+    )  # of lines that continue
     lines = (words for line in text.splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
@@ -74,7 +82,9 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
     if "--chat" in arguments:
         make_instruct_folder(Path(arguments[0]))
     if script == "scripts/train.py" and "--help" not in arguments:
-        pretrained = any("init_from=" in argument or "finetune" in argument for argument in arguments)
+        pretrained = any(
+            "init_from=" in argument or "finetune" in argument for argument in arguments
+        )
         arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
         arguments += SMALL_SWEEP if "-m" in arguments else []
@@ -83,7 +93,9 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         write_own_parts()
     if PROCESSES & {*arguments}:
         monkeypatch.setenv("WANDB_MODE", "offline")
-        process = Script(script.removeprefix("scripts/"), *arguments, output=documents / "process", cwd=documents)
+        process = Script(
+            script.removeprefix("scripts/"), *arguments, output=documents / "process", cwd=documents
+        )
         code, out, err = process.wait(), process.stdout, process.stderr
     else:
         done = call(script.removeprefix("scripts/"), *arguments, small=False)
@@ -96,7 +108,11 @@ def write_own_parts():
     """Write the files of the section on own parts, which are indented there."""
     section = TRAINING.split("## Your own parts")[1].split("```")[0]
     optimizer, schedule, callback, *code = map(dedent, re.findall(r"(?m)(?:^    .*\n)+", section))
-    files = {"optimizer/sgd": optimizer, "schedule/halving": schedule, "callbacks/counting": callback}
+    files = {
+        "optimizer/sgd": optimizer,
+        "schedule/halving": schedule,
+        "callbacks/counting": callback,
+    }
     for name, text in files.items():
         Path("mine", name).parent.mkdir(parents=True)
         Path("mine", f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -144,7 +160,8 @@ ADDED = {
     "--config-dir=mine -cn mine": ([], ["-m"]),
     "--config-path=mine": ([], ["-m"]),
     **dict.fromkeys(
-        ("--help", "-h", "--hydra-help", "--version", "-i", "--info defaults", "-sc install=bash"), ([], [])
+        ("--help", "-h", "--hydra-help", "--version", "-i", "--info defaults", "-sc install=bash"),
+        ([], []),
     ),
 }
 
@@ -152,21 +169,27 @@ ADDED = {
 @pytest.mark.parametrize("target", ["train", "sweep"])
 def test_make_adds_a_recipe_to_arguments_that_bring_none(tmp_path, target):
     (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/bin/python").write_text('#!/bin/sh\n[ "$1" = -c ] || for each; do echo "$each"; done\n')
+    (tmp_path / "venv/bin/python").write_text(
+        '#!/bin/sh\n[ "$1" = -c ] || for each; do echo "$each"; done\n'
+    )
     (tmp_path / "venv/bin/python").chmod(0o755)
     for name in ("pyproject.toml", "constraints.txt", "venv/.train"):
         (tmp_path / name).touch()
     settings = ["VENV=venv", "UV=", "PYTHON=none", "RECIPE=fast_cpu"]
     make = ["make", "-s", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), target, *settings]
     for given, added in ADDED.items():
-        done = subprocess.run([*make, f"ARGS={given}"], check=True, capture_output=True, encoding="utf-8")
+        done = subprocess.run(
+            [*make, f"ARGS={given}"], check=True, capture_output=True, encoding="utf-8"
+        )
         before = added[target == "sweep"]
         assert done.stdout.splitlines() == ["scripts/train.py", *before, *shlex.split(given)], given
         assert done.stderr == ""
 
 
 def test_every_extra_of_the_documents_exists():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
 
@@ -174,8 +197,15 @@ def test_every_extra_of_the_documents_exists():
 @pytest.mark.parametrize("page", PAGES, ids=basename)
 def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
     names, printed = {}, None
-    for language, body in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")):
-        assert language in ("bash", "powershell", "text", "python")  # the example of training.md is run below
+    for language, body in re.findall(
+        r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")
+    ):
+        assert language in (
+            "bash",
+            "powershell",
+            "text",
+            "python",
+        )  # the example of training.md is run below
         if language == "python" and page.name != "training.md":
             assert not printed, f"this output is not shown:\n{printed}"
             exec(compile(body, f"{page.name}: {body}", "exec"), names)
@@ -193,7 +223,9 @@ def test_the_python_example_runs(documents):
     assert Path("my.safetensors").exists()
 
 
-@pytest.mark.parametrize("document", [*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md"))], ids=basename)
+@pytest.mark.parametrize(
+    "document", [*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md"))], ids=basename
+)
 def test_every_file_that_a_document_names_exists(document):
     text = document.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):

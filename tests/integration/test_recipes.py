@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import minigpt
-from minigpt.config import GPTConfig
 from minigpt.data.batches import WindowOrder
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 
 CHARACTERS = 65  # of tiny shakespeare
 RECIPES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
@@ -39,17 +39,32 @@ def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name):
 
 
 # test_readme.py trains the others, and those below.
-@pytest.mark.parametrize("name", ["best_cpu", "best_gpu", "fast_gpu", "nanogpt_gpu", "sprint_4x128_cpu"])
+@pytest.mark.parametrize(
+    "name", ["best_cpu", "best_gpu", "fast_gpu", "nanogpt_gpu", "sprint_4x128_cpu"]
+)
 def test_a_recipe_trains(train, name):
     """Train a small version on a CPU."""
-    assert train(f"experiment={name}", "compile=false", "model.layer_repeats=1", "max_steps=3").loss < 4.0
+    assert (
+        train(f"experiment={name}", "compile=false", "model.layer_repeats=1", "max_steps=3").loss
+        < 4.0
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - set(FROM_SCRATCH)))
 def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
     """Of a small model, whose random weights have the loss of a uniform guess."""
-    small = ["trainer=cpu", "model.block_size=32", f"data.path={text}", f"data.folder={tmp_path}/data"]
-    small += [f"init_from={gpt2_folder}", "optimizer.lr=1e-2", "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"]
+    small = [
+        "trainer=cpu",
+        "model.block_size=32",
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+    ]
+    small += [
+        f"init_from={gpt2_folder}",
+        "optimizer.lr=1e-2",
+        "~callbacks.samples",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
 
 
@@ -58,9 +73,28 @@ def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, 
     content = text.read_text(encoding="utf-8")
     letters = sorted(set(content))
     train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
-    config = {"block_size": 128, "n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False, "norm": "rmsnorm_noscale"}
-    config |= {"position": "rope", "activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True}
-    config |= {"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "smear": 2, "vocab_size": len(letters)}
+    config = {
+        "block_size": 128,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_embd": 96,
+        "bias": False,
+        "norm": "rmsnorm_noscale",
+    }
+    config |= {
+        "position": "rope",
+        "activation": "relu2",
+        "qk_norm": True,
+        "tie_embeddings": False,
+        "embed_norm": True,
+    }
+    config |= {
+        "ngram": 5,
+        "ngram_buckets": 8192,
+        "ngram_dim": 16,
+        "smear": 2,
+        "vocab_size": len(letters),
+    }
     torch.manual_seed(1337)
     model = GPT(GPTConfig(**config)).double()
     w = {key: weight.detach().clone() for key, weight in model.named_parameters()}
@@ -68,10 +102,14 @@ def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, 
     for name in names:  # queries, keys and values are matrices of their own
         w |= dict(zip([name + x for x in "qkv"], w.pop(name).chunk(3), strict=True))
     w = {name: nn.Parameter(weight) for name, weight in w.items()}
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon casts on every device
-    monkeypatch.setattr("minigpt.optim.half_dtype", lambda device: None)
+    monkeypatch.setattr(
+        torch.Tensor, "bfloat16", torch.Tensor.clone
+    )  # torch's Muon casts on every device
+    monkeypatch.setattr("minigpt.training.optim.half_dtype", lambda device: None)
     table = w["ngrams.table.weight"]
-    rest = [weight for key, weight in w.items() if not key.startswith("blocks.") and weight is not table]
+    rest = [
+        weight for key, weight in w.items() if not key.startswith("blocks.") and weight is not table
+    ]
     groups = [{"params": [table], "weight_decay": 1.0}, {"params": rest, "weight_decay": 0.0}]
     matrices = [weight for key, weight in w.items() if key.startswith("blocks.")]
     optimizers = [
@@ -92,8 +130,22 @@ def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, 
         for either in (*optimizers, *schedules):
             either.step()
         expected.append(loss.item())
-    settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
-    settings += ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
-    minigpt.train(["experiment=fast_cpu", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"])
+    settings = [
+        "trainer.accelerator=cpu",
+        "trainer.precision=64-true",
+        "max_steps=4",
+        "log_every=1",
+    ]
+    settings += [
+        "data=text",
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+        "data.val_fraction=0.1",
+    ]
+    minigpt.train(
+        ["experiment=fast_cpu", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"]
+    )
     assert column(tmp_path / "run", "train_loss") == pytest.approx(expected, rel=1e-7)
-    assert column(tmp_path / "run", "learning_rate") == pytest.approx([0.02 * step / 21 for step in (1, 2, 3, 4)])
+    assert column(tmp_path / "run", "learning_rate") == pytest.approx(
+        [0.02 * step / 21 for step in (1, 2, 3, 4)]
+    )

@@ -38,9 +38,15 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("UV", "PYTHON", "MAKEFLAGS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("UV", "PYTHON", "MAKEFLAGS")
+    }
     env["PATH"] = f"{folder}/tools{os.pathsep}{env['PATH']}"
-    return subprocess.run(["make", *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("first", [[], ["venv", ".venv"]], ids=["nothing", "a .venv of uv"])
@@ -51,8 +57,14 @@ def test_make_installs_with_uv_where_it_is_installed(clone, first):
     done = make(clone, ".venv/.dev")
     assert done.returncode == 0, done.stderr
     created, *installed = (clone / "uv.txt").read_text().splitlines()
-    assert created == " ".join(first or ["venv --quiet --seed .venv"])  # a .venv that is there is kept
-    assert [re.split("-c constraints.txt ", line)[1] for line in installed] == ["torch", "-e .", "--group dev"]
+    assert created == " ".join(
+        first or ["venv --quiet --seed .venv"]
+    )  # a .venv that is there is kept
+    assert [re.split("-c constraints.txt ", line)[1] for line in installed] == [
+        "torch",
+        "-e .",
+        "--group dev",
+    ]
     assert all(line.startswith("pip install --python .venv/bin/python ") for line in installed)
     assert make(clone, ".venv/.dev").returncode == 0
     assert len((clone / "uv.txt").read_text().splitlines()) == 4  # installed once
@@ -101,12 +113,18 @@ def test_the_test_dependencies_include_those_of_all_extras():
 
 def test_the_workflow_runs_commands_of_the_documents():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    run = {step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step}
+    run = {
+        step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step
+    }
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/platforms.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = "\n".join(re.findall(r"(?s)```\w*\n(.*?)```", text))
     documented = {line.partition("  #")[0].rstrip() for line in blocks.splitlines()}
-    documented |= {line.replace("py -m", "python -m") for line in documented}  # of the version that the step before set
+    documented |= {
+        line.replace("py -m", "python -m") for line in documented
+    }  # of the version that the step before set
     documented |= {*re.findall("`([^`\n]+)`", text)}
     others = {command for command in run if command.removeprefix(SUDO) not in documented}
-    assert [command.split("=")[0] for command in others] == ["oldest"]  # which only changes a constraint
+    assert [command.split("=")[0] for command in others] == [
+        "oldest"
+    ]  # which only changes a constraint

@@ -22,7 +22,9 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.slow,
     needs_hosts,
-    pytest.mark.skipif(not all(map(shutil.which, DAEMONS)), reason="needs SLURM: apt-get install slurm-wlm munge"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, DAEMONS)), reason="needs SLURM: apt-get install slurm-wlm munge"
+    ),
 ]
 
 CONF = """
@@ -43,7 +45,13 @@ SelectTypeParameters=CR_Core
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 NodeName=a,b NodeAddr=10.83.0.[1-2] CPUs={cpus} RealMemory=2000 State=UNKNOWN
 """
-MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+MUNGE = {
+    "key-file": "key",
+    "socket": "socket",
+    "pid-file": "pid",
+    "log-file": "log",
+    "seed-file": "seed",
+}
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
 # A run is held after a step, until a signal ends it, and has a checkpoint from which it resumes.
 HELD = ["max_steps=20", "eval_every=5", "+callbacks.hold._target_=hosts.Hold"]
@@ -52,21 +60,41 @@ HELD = ["max_steps=20", "eval_every=5", "+callbacks.hold._target_=hosts.Hold"]
 @pytest.fixture(scope="module")
 def cluster():
     """SLURM on two hosts: a function that starts a command on one, by default on the controller."""
-    with TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as name:  # the limit for a socket is 107 bytes
+    with TemporaryDirectory(
+        prefix="slurm", ignore_cleanup_errors=True
+    ) as name:  # the limit for a socket is 107 bytes
         folder = Path(name)
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder, cpus=os.cpu_count()), encoding="utf-8")
+        (folder / "slurm.conf").write_text(
+            CONF.format(folder=folder, cpus=os.cpu_count()), encoding="utf-8"
+        )
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         env = {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHONPATH": str(ROOT / "tests")}
         with start_hosts(2, folder) as hosts:
 
             def start(*command, host=0, **options):
-                return hosts.run(host, command, env, **{"stdout": PIPE, "stderr": STDOUT, "text": True, **options})
+                return hosts.run(
+                    host,
+                    command,
+                    env,
+                    **{"stdout": PIPE, "stderr": STDOUT, "text": True, **options},
+                )
 
-            munged = ["munged", "--force", *(f"--{option}={folder}/munge.{end}" for option, end in MUNGE.items())]
-            for host, command in ((0, munged), (0, ["slurmctld", "-c"]), (0, ["slurmd"]), (1, ["slurmd"])):
+            munged = [
+                "munged",
+                "--force",
+                *(f"--{option}={folder}/munge.{end}" for option, end in MUNGE.items()),
+            ]
+            for host, command in (
+                (0, munged),
+                (0, ["slurmctld", "-c"]),
+                (0, ["slurmd"]),
+                (1, ["slurmd"]),
+            ):
                 assert start(*command, host=host, stdout=DEVNULL, stderr=DEVNULL).wait(60) == 0
-            wait_until(lambda: finish(start("sinfo", "-h", "-N", "-o", "%T")).split() == ["idle", "idle"])
+            wait_until(
+                lambda: finish(start("sinfo", "-h", "-N", "-o", "%T")).split() == ["idle", "idle"]
+            )
             yield start
 
 
@@ -97,12 +125,17 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(cluster, small
 def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(cluster, small, trained, tmp_path):
     swept = ["hydra.mode=MULTIRUN", "hydra/launcher=submitit_slurm", "seed=7,8"]
     sweep = cluster(*TRAIN, *small, *HELD, *swept, cwd=tmp_path)
-    checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
+    checkpoints = (
+        "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
+    )
     wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
     finish(cluster("scancel", "--signal=USR2", "--user=root"))  # submitit's preemption signal
     finish(sweep)
     (run, _) = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
-    logs = [file.read_text(encoding="utf-8") for file in (run.folder.parent / ".submitit").glob("*/*.out")]
+    logs = [
+        file.read_text(encoding="utf-8")
+        for file in (run.folder.parent / ".submitit").glob("*/*.out")
+    ]
     assert [log.count("Starting") for log in logs] == [2, 2]
     assert_equal_weights(run.folder, trained(*HELD[:2], "seed=7"))
 
@@ -111,7 +144,9 @@ def assert_equal_weights(*runs):
     assert all(map(torch.equal, *(load_checkpoint(run)[0].state_dict().values() for run in runs)))
 
 
-def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with_it(cluster, small, trained, tmp_path):
+def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with_it(
+    cluster, small, trained, tmp_path
+):
     file = tmp_path / "job.sh"
     ddp = "trainer=ddp trainer.accelerator=cpu"
     runs = [f"{tmp_path}/one", f"srun {ddp} {tmp_path}/two", f"srun --ntasks=1 {tmp_path}/step"]
@@ -119,12 +154,24 @@ def test_a_batch_job_of_two_tasks_trains_once_without_srun_and_on_two_ranks_with
     for run in runs:
         *start, folder = run.split()
         options = [word for word in start if not word.startswith("trainer")]
-        lines.append(" ".join([*options, *TRAIN, *small, *(start[len(options) :]), f"hydra.run.dir={folder}"]))
-    file.write_text("\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]), encoding="utf-8")
-    job = finish(cluster("sbatch", "--parsable", "--ntasks=2", "--nodes=2", "--export=ALL", str(file))).strip()
+        lines.append(
+            " ".join(
+                [*options, *TRAIN, *small, *(start[len(options) :]), f"hydra.run.dir={folder}"]
+            )
+        )
+    file.write_text(
+        "\n".join(["#!/bin/bash", f"#SBATCH --output={file}.log", *lines]), encoding="utf-8"
+    )
+    job = finish(
+        cluster("sbatch", "--parsable", "--ntasks=2", "--nodes=2", "--export=ALL", str(file))
+    ).strip()
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
     log = Path(f"{file}.log").read_text(encoding="utf-8")
-    assert [read_summary(tmp_path / name).get("world_size") for name in ("one", "two", "step")] == [1, 2, 1], log
+    assert [read_summary(tmp_path / name).get("world_size") for name in ("one", "two", "step")] == [
+        1,
+        2,
+        1,
+    ], log
     assert_equal_weights(tmp_path / "one", trained())
     assert_equal_weights(tmp_path / "step", trained())
 
@@ -136,11 +183,18 @@ srun {train} resume=auto hydra.run.dir={folder}
 """
 
 
-def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(cluster, small, tmp_path):
+def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(
+    cluster, small, tmp_path
+):
     folder, file = tmp_path / "run", tmp_path / "job.sh"
     ranks = [*small, *HELD[:2], "trainer=ddp", "trainer.accelerator=cpu"]
-    file.write_text(JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder), encoding="utf-8")
-    job = finish(cluster("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", str(file))).strip()
+    file.write_text(
+        JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder),
+        encoding="utf-8",
+    )
+    job = finish(
+        cluster("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", str(file))
+    ).strip()
     wait_until(lambda: (folder / "metrics.csv").exists())
     finish(cluster("scancel", "--signal=USR1", job))
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())

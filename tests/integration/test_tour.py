@@ -108,7 +108,11 @@ def execute(notebook, folder):
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     def find(beginning):
-        return next(cell for cell in code if cell.source.strip().startswith(beginning) or beginning in cell.source)
+        return next(
+            cell
+            for cell in code
+            if cell.source.strip().startswith(beginning) or beginning in cell.source
+        )
 
     return SimpleNamespace(code=code, find=find, folder=folder)
 
@@ -122,7 +126,9 @@ def test_every_cell_runs_without_warnings_and_shows_its_pictures(tour):
         (picture,) = pictures(tour.find(beginning))
         assert imread(BytesIO(picture)).std() > 0.01  # is not blank
     (answer,) = [
-        output.data["text/markdown"] for output in tour.find("sweep.png").outputs if "text/markdown" in output.data
+        output.data["text/markdown"]
+        for output in tour.find("sweep.png").outputs
+        if "text/markdown" in output.data
     ]
     assert "n_embd" in answer
 
@@ -138,7 +144,9 @@ def test_a_training_shows_the_curves_of_its_end_once_and_a_bar_that_reaches_it(t
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(trainings):
+def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(
+    trainings,
+):
     cell, after = trainings.find(INTERRUPTED), trainings.find(AFTER)
     (error,) = [output for output in cell.outputs if output.output_type == "error"]
     assert error.traceback == ["interrupted by SIGINT"]

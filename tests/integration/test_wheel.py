@@ -17,12 +17,16 @@ from test_readme import SHORT, commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
 # Without it, pip downloads the setuptools that pyproject.toml requires.
-NO_ISOLATION = ["--no-build-isolation"] if int(version("setuptools").partition(".")[0]) >= 77 else []
+NO_ISOLATION = (
+    ["--no-build-isolation"] if int(version("setuptools").partition(".")[0]) >= 77 else []
+)
 
 
 def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
     words = list(map(str, command))
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    done = subprocess.run(
+        words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,7 +36,10 @@ def built(once: Callable[..., Path]) -> Path:
     """A folder with the wheel, and a virtual environment with it and the dependencies of this one."""
 
     def build(folder: Path) -> None:
-        source, venv = folder / "source", folder / "venv"  # a copy of the clone, in which builds leave their files
+        source, venv = (
+            folder / "source",
+            folder / "venv",
+        )  # a copy of the clone, in which builds leave their files
         for name in filter(None, output("git", "ls-files", "-z").split("\0")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -41,7 +48,9 @@ def built(once: Callable[..., Path]) -> Path:
         output(sys.executable, "-m", "venv", "--without-pip", venv)
         (packages,) = venv.glob("lib/python*/site-packages")
         # The .pth files in that folder, as of an editable install of the clone, have no effect.
-        (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")
+        (packages / "dependencies.pth").write_text(
+            str(Path(pytest.__file__).parents[1]), encoding="utf-8"
+        )
         output(*pip, venv / "bin/python", "install", "--no-deps", *folder.glob("*.whl"))
 
     return once("wheel", build)
@@ -49,15 +58,25 @@ def built(once: Callable[..., Path]) -> Path:
 
 def test_a_wheel_holds_every_module_config_and_script(built):
     names = output("git", "ls-files", "minigpt", "hydra_plugins", "configs", "scripts/*.py").split()
-    names = [name for name in names if not name.startswith("scripts/bench/") and not name.endswith("README.md")]
-    inside = {f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names}
+    names = [
+        name
+        for name in names
+        if not name.startswith("scripts/bench/") and not name.endswith("README.md")
+    ]
+    inside = {
+        f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names
+    }
     (wheel,) = built.glob("*.whl")
     assert {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name} == inside
     assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
 
 
 def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")
+    }
     env |= {"PATH": f"{built}/venv/bin{os.pathsep}{env['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def shell(line: str, *arguments: str) -> Any:
@@ -74,9 +93,17 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     assert again.startswith("minigpt sample runs/")
     for command in (sample, again):
         assert shell(command, "--max-new-tokens", "5")
-    assert "folder           data/tokens/my.txt-" in shell("minigpt prepare data=text data.path=my.txt tokenizer=byte")
+    assert "folder           data/tokens/my.txt-" in shell(
+        "minigpt prepare data=text data.path=my.txt tokenizer=byte"
+    )
     assert "MiniGPTForCausalLM" in shell("minigpt export --to huggingface --out runs/exported")
-    assert "class GPT(" in (tmp_path / "runs/exported/modeling_minigpt.py").read_text(encoding="utf-8")
-    shell("minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic", *SHORT, "data.path=my.txt")
+    assert "class GPT(" in (tmp_path / "runs/exported/modeling_minigpt.py").read_text(
+        encoding="utf-8"
+    )
+    shell(
+        "minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic",
+        *SHORT,
+        "data.path=my.txt",
+    )
     assert shell("minigpt sweep-report").count("completed") == 2
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()

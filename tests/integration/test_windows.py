@@ -40,7 +40,9 @@ def on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def start(on_windows: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Script]]:
+def start(
+    on_windows: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Script]]:
     """Start a script in a process that is forked from one that imitates Windows."""
     server: Any = forkserver.ForkServer()
     server.set_forkserver_preload(PRELOADED)
@@ -48,8 +50,14 @@ def start(on_windows: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     started = []
 
     def run(script: str, *arguments: str) -> Script:
-        arguments = (*small_run(text, Path("data"), *arguments),) if script == "train.py" else arguments
-        started.append(Script(script, *arguments, output=on_windows.parent / f"out{len(started)}", cwd=on_windows))
+        arguments = (
+            (*small_run(text, Path("data"), *arguments),) if script == "train.py" else arguments
+        )
+        started.append(
+            Script(
+                script, *arguments, output=on_windows.parent / f"out{len(started)}", cwd=on_windows
+            )
+        )
         return started[-1]
 
     yield run
@@ -67,7 +75,9 @@ def run_to_end(script: Script, code: int = 0) -> SimpleNamespace:
 @pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.xdist_group("processes")
-def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[..., Script], on_windows: Path) -> None:
+def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
+    start: Callable[..., Script], on_windows: Path
+) -> None:
     # A run, Ctrl-C, its resume, and samples of it: there is no link, but it is the newest.
     trained = start("train.py", "max_steps=100000")
     assert trained.wait_for(lambda: [*on_windows.glob(f"runs/*/{LAST}")]), trained.stderr
@@ -81,7 +91,9 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     assert "step 10/" not in resumed.stderr
     assert (read_summary(run)["status"], read_summary(run)["steps"]) == ("completed", steps + 10)
     for named in ([], ["runs/latest"]):
-        sampled = run_to_end(start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1"))
+        sampled = run_to_end(
+            start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1")
+        )
         assert sampled.stdout.startswith("7: ")
 
     # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its report.
@@ -94,7 +106,10 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     run_to_end(stopped, 128 + SIGBREAK)
     (sweep,) = (each for each in (on_windows / "runs/sweeps").iterdir() if each.is_dir())
     ends = [read_summary(sweep / f"seed={seed}") for seed in (1, 2)]
-    assert [(end["status"], end["steps"]) for end in ends] == [("completed", 20), ("interrupted", 12)]
+    assert [(end["status"], end["steps"]) for end in ends] == [
+        ("completed", 20),
+        ("interrupted", 12),
+    ]
     (on_windows / "runs/sweeps/hold").unlink()
     swept += ["hydra/launcher=basic", "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"]
     assert "completed" in run_to_end(start("train.py", *swept)).stdout
@@ -104,12 +119,20 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     assert "8 steps from step 12 at" in log
     (sweep / "sweep.csv").unlink()
     run_to_end(start("sweep_report.py"))
-    assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [("2", "completed")]
+    assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [
+        ("2", "completed")
+    ]
 
     # A run that is refused while its lock is held, exports, and the server.
     refused = run_to_end(start("train.py", "data.path=missing.txt"), 2)
-    assert one_line(SimpleNamespace(returncode=2, **vars(refused))).startswith("error: data.path=missing.txt does not")
-    left = [file.name for file in (on_windows / "runs").glob("*/*") if not {run, sweep.parent} & {*file.parents}]
+    assert one_line(SimpleNamespace(returncode=2, **vars(refused))).startswith(
+        "error: data.path=missing.txt does not"
+    )
+    left = [
+        file.name
+        for file in (on_windows / "runs").glob("*/*")
+        if not {run, sweep.parent} & {*file.parents}
+    ]
     assert left == [".lock"]  # which filelock removes on Windows
     run_to_end(start("export.py", str(run), "--to", "html", "--out", "page.html"))
     run_to_end(start("export.py", str(sweep), "--to", "huggingface", "--out", "hf"))
@@ -120,10 +143,14 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(start: Callable[...
     assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == [run.name]
     os.killpg(server.pid, signal.SIGINT)
     run_to_end(server, 128 + signal.SIGINT)
-    assert not [file for file in on_windows.rglob("*") if file.is_symlink() or ".partial" in file.name]
+    assert not [
+        file for file in on_windows.rglob("*") if file.is_symlink() or ".partial" in file.name
+    ]
 
 
-def test_printed_commands_are_quoted_for_cmd_and_powershell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_are_quoted_for_cmd_and_powershell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.platform", "win32")
     plain = [
         r".venv\Scripts\python.exe",
@@ -142,7 +169,13 @@ def test_printed_commands_are_quoted_for_cmd_and_powershell(monkeypatch: pytest.
 
 def test_paths_of_windows_are_overrides_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = OverridesParser.create().parse_override
-    for path in (r"C:\Users\x y\runs", r"runs\2026", "C:\\a\\", r"D:\it's\$x", r"\\server\share\a,b"):
+    for path in (
+        r"C:\Users\x y\runs",
+        r"runs\2026",
+        "C:\\a\\",
+        r"D:\it's\$x",
+        r"\\server\share\a,b",
+    ):
         assert parse(f"hydra.run.dir={quote_path(path)}").value() == path
         assert parse(f"hydra.run.dir={quote_override(path)}").value() == path
         assert parse(literal(f"data.path={path}", sweeps=False)).value() == path
@@ -153,7 +186,9 @@ def test_paths_of_windows_are_overrides_of_hydra(monkeypatch: pytest.MonkeyPatch
 
 def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path) -> None:
     assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/latest"
-    for age, file in enumerate(("new/.hydra/overrides.yaml", "swept/sweep.json", "old/.hydra/overrides.yaml")):
+    for age, file in enumerate(
+        ("new/.hydra/overrides.yaml", "swept/sweep.json", "old/.hydra/overrides.yaml")
+    ):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
         os.utime(tmp_path / file, (1e9 - age,) * 2)
@@ -165,9 +200,13 @@ def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path
     assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/swept"
     (tmp_path / "swept/seed=1/.hydra").mkdir(parents=True)
     (tmp_path / "swept/seed=1/.hydra/overrides.yaml").touch()
-    assert follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"  # which is no job of the sweep
+    assert (
+        follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"
+    )  # which is no job of the sweep
     (tmp_path / "latest").symlink_to("removed")
-    with pytest.raises(UserError, match="latest does not exist; give a run folder or a checkpoint file"):
+    with pytest.raises(
+        UserError, match="latest does not exist; give a run folder or a checkpoint file"
+    ):
         find_checkpoint(tmp_path / "latest")
 
 
@@ -206,6 +245,8 @@ assert not hasattr(ours.signal, "SIGUSR1") and not hasattr(ours.os, "EX_TEMPFAIL
 exec("from os import getpgid", vars(ours))
 """
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=on_windows, capture_output=True, text=True, encoding="utf-8", check=False)
+    result = subprocess.run(
+        command, cwd=on_windows, capture_output=True, text=True, encoding="utf-8", check=False
+    )
     assert result.stdout.splitlines() == [*FORBIDDEN.values()], result.stderr
     assert "ImportError: cannot import name 'getpgid'" in result.stderr

@@ -26,22 +26,68 @@ from safetensors.torch import save_file
 
 from minigpt.checkpoints.format import checksum, contents, write
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, tokenizer_files
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.sweeps import results as sweep
 from minigpt.utils.cli import explain
 
 DEEP = 100_000
 ODD: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 3.5, 1 << 31, 1 << 63, -(1 << 63), 10**30, math.nan, math.inf, -math.inf),
-    *("", "x", "\x00", "\x1b[2J", "é", "\ud800", "𝄞", "../../x", "nan", "1e999", "${oc.env:HOME}", "x" * 10_000),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3.5,
+        1 << 31,
+        1 << 63,
+        -(1 << 63),
+        10**30,
+        math.nan,
+        math.inf,
+        -math.inf,
+    ),
+    *(
+        "",
+        "x",
+        "\x00",
+        "\x1b[2J",
+        "é",
+        "\ud800",
+        "𝄞",
+        "../../x",
+        "nan",
+        "1e999",
+        "${oc.env:HOME}",
+        "x" * 10_000,
+    ),
     *([], {}, [[]], [1, 2], ["a", "b"], {"a": 1}, {"": {}}, {"_target_": "os.system"}),
 ]
-BYTES = [b"\x00", b"\xff", b"\x80", b"\n", b",", b"{", b"[", b'"', b"\\", b"-", b"9", b"e", b".", b"'", b":", b"PK"]
+BYTES = [
+    b"\x00",
+    b"\xff",
+    b"\x80",
+    b"\n",
+    b",",
+    b"{",
+    b"[",
+    b'"',
+    b"\\",
+    b"-",
+    b"9",
+    b"e",
+    b".",
+    b"'",
+    b":",
+    b"PK",
+]
 
 
 def fuzz(name: str, inputs: int, seed: int = 0) -> Counter[str]:
@@ -57,7 +103,9 @@ def fuzz(name: str, inputs: int, seed: int = 0) -> Counter[str]:
                 counts["accepted"] += 1
             except BaseException as error:
                 line, code = explain(error)
-                assert (code, line.isprintable()) == (2, True), f"{name}, input {number}: {line:.300}"
+                assert (code, line.isprintable()) == (2, True), (
+                    f"{name}, input {number}: {line:.300}"
+                )
                 counts["refused"] += 1
     return counts
 
@@ -85,7 +133,13 @@ def mutate(chance: random.Random, values: Any) -> Any:
 
 
 def _places(values: Any) -> Iterator[tuple[Any, Any]]:
-    keys = list(values) if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+    keys = (
+        list(values)
+        if isinstance(values, dict)
+        else range(len(values))
+        if isinstance(values, list)
+        else ()
+    )
     for key in keys:
         yield values, key
         yield from _places(values[key])
@@ -124,8 +178,12 @@ ALPHABET = "\n abcdeé€"
 TOKENIZERS = [
     CharTokenizer(ALPHABET).to_dict(),
     ByteTokenizer().to_dict(),
-    BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}).to_dict(),
-    HuggingFaceTokenizer(json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0).to_dict(),
+    BPETokenizer(
+        "bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}
+    ).to_dict(),
+    HuggingFaceTokenizer(
+        json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0
+    ).to_dict(),
 ]
 
 
@@ -218,14 +276,35 @@ def _use(read: corpus.Corpus) -> None:
 # Run folders and sweeps.
 
 ROWS = "step,tokens,seconds,train_loss,val_loss,tokens_per_second,flops_per_second\n5,640,0.1,3.2,3.1,6400,1e9\n"
-SUMMARY = {"status": "completed", "reason": "", "best_val_loss": 1.5, "steps": 5, "params": 99, "seconds": 1.0}
+SUMMARY = {
+    "status": "completed",
+    "reason": "",
+    "best_val_loss": 1.5,
+    "steps": 5,
+    "params": 99,
+    "seconds": 1.0,
+}
 POINT = {
-    **{"folder": "run", "overrides": {"optimizer.lr": "0.1"}, "status": "completed", "reason": "", "identity": "ab"},
+    **{
+        "folder": "run",
+        "overrides": {"optimizer.lr": "0.1"},
+        "status": "completed",
+        "reason": "",
+        "identity": "ab",
+    },
     **{"params": 99, "max_steps": 5},
 }
-PLAN = {"fixed": ["seed=1"], "points": [POINT, POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}]}
+PLAN = {
+    "fixed": ["seed=1"],
+    "points": [POINT, POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}],
+}
 OVERRIDES = b"- optimizer.lr=0.1\n- model.n_layer=2\n"
-ODD_YAML = [b"!!python/object/apply:os.system [x]\n", b"&a [*a]\n", b"- &a [*a, *a]\n", b"? [a]: b\n"]
+ODD_YAML = [
+    b"!!python/object/apply:os.system [x]\n",
+    b"&a [*a]\n",
+    b"- &a [*a, *a]\n",
+    b"? [a]: b\n",
+]
 
 
 def run_folder(chance: random.Random, folder: Path) -> None:
@@ -253,7 +332,9 @@ def run_folder(chance: random.Random, folder: Path) -> None:
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
 
 
-READERS: dict[str, tuple[float, Callable[[random.Random, Path], None]]] = {  # with their shares of all inputs
+READERS: dict[
+    str, tuple[float, Callable[[random.Random, Path], None]]
+] = {  # with their shares of all inputs
     "checkpoint": (0.13, checkpoint),
     "tokenizer": (0.38, tokenizer),
     "meta.json": (0.15, meta),

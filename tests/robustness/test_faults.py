@@ -13,13 +13,24 @@ from robustness.faults.tools import Fault, Skipped
 from small_runs import wandb_records
 
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
-from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted, raise_on_signal
+from minigpt.utils.signals import (
+    END_SIGNALS,
+    Interrupted,
+    handle_signals,
+    raise_interrupted,
+    raise_on_signal,
+)
 
 MARKS = {"fast": [], "slow": [pytest.mark.slow], "ci": [pytest.mark.slow, pytest.mark.ci]}
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=MARKS[fault.suite], id=fault.name) for fault in FAULTS if fault.suite in MARKS]
+    "fault",
+    [
+        pytest.param(fault, marks=MARKS[fault.suite], id=fault.name)
+        for fault in FAULTS
+        if fault.suite in MARKS
+    ],
 )
 def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
     try:
@@ -29,10 +40,16 @@ def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("originality", "torn"), [("100", ""), ("null", "─"), ("null", "── step 20, valid")], ids=["table", "bar", "header"]
+    ("originality", "torn"),
+    [("100", ""), ("null", "─"), ("null", "── step 20, valid")],
+    ids=["table", "bar", "header"],
 )
 def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
-    trained: Callable[..., Path], train: Callable[..., Any], tmp_path: Path, originality: str, torn: str
+    trained: Callable[..., Path],
+    train: Callable[..., Any],
+    tmp_path: Path,
+    originality: str,
+    torn: str,
 ) -> None:
     """Killed before its summary, or with a sample that a full disk cut off."""
     settings = f"originality={originality}", "callbacks.samples.max_new_tokens=20"
@@ -42,7 +59,9 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     with open(folder / "samples.txt", "a", encoding="utf-8") as file:
         file.write(torn)
     train(*settings, "resume=auto")
-    assert (folder / "samples.txt").read_text(encoding="utf-8") == (whole / "samples.txt").read_text(encoding="utf-8")
+    assert (folder / "samples.txt").read_text(encoding="utf-8") == (
+        whole / "samples.txt"
+    ).read_text(encoding="utf-8")
 
 
 def test_weights_and_biases_gets_the_results_of_a_whole_run(

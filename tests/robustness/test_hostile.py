@@ -25,24 +25,34 @@ from minigpt.utils.cli import UserError
 
 ALPHABET = "\n abcdeé€😀"
 MEMORY, SECONDS = 300 << 20, 5  # per file, beyond the imports; CPU time
-WORDS, CHARMAP = {"type": "BPE", "vocab": {"a": 0}, "merges": []}, {"type": "Precompiled", "precompiled_charsmap": ""}
+WORDS, CHARMAP = (
+    {"type": "BPE", "vocab": {"a": 0}, "merges": []},
+    {"type": "Precompiled", "precompiled_charsmap": ""},
+)
 BPE = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {"<|endoftext|>": 256}).to_dict()
 SIZE = (len(ALPHABET), 16)  # of the embedding
 HUGE = 10**15
-INCOMPLETE, DAMAGED = "is not a complete checkpoint in safetensors format: ", "its checksum is wrong"
+INCOMPLETE, DAMAGED = (
+    "is not a complete checkpoint in safetensors format: ",
+    "its checksum is wrong",
+)
 MODEL, NOT_FINITE = "does not hold a model", "its weights are NaN or infinite"
 
 
 def good() -> dict[str, Any]:
     model = make_model(std=None, block_size=8, vocab_size=len(ALPHABET))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    saved = contents(model.config, CharTokenizer(ALPHABET), config={"seed": 7}, corpus_sha256="ab12")
+    saved = contents(
+        model.config, CharTokenizer(ALPHABET), config={"seed": 7}, corpus_sha256="ab12"
+    )
     return {"state_dict": weights, **saved}
 
 
 def file(text: str, tensors: dict[str, Tensor], **metadata: str) -> bytes:
     """Return a safetensors file with a correct checksum, with a JSON text in its metadata."""
-    return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata)
+    return save(
+        tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata
+    )
 
 
 def changed(*path: str, value: Any = None, beside: str = "0", **metadata: str) -> bytes:
@@ -52,7 +62,11 @@ def changed(*path: str, value: Any = None, beside: str = "0", **metadata: str) -
         beside: JSON of one more value.
     """
     content = good()
-    tensors = {name: weight for name, weight in content["state_dict"].items() if name != "model.lm_head.weight"}
+    tensors = {
+        name: weight
+        for name, weight in content["state_dict"].items()
+        if name != "model.lm_head.weight"
+    }
     content["state_dict"] = {name: {"$tensor": name} for name in tensors}
     content["state_dict"]["model.lm_head.weight"] = {"$tensor": "model.wte.weight"}  # they are tied
     if isinstance(value, Tensor):
@@ -111,7 +125,11 @@ def hostile_files() -> Iterator[tuple[str, str, bytes]]:
     huge = {"x": {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 8]}}
     yield "a tensor of 10^15 numbers", INCOMPLETE, header(json.dumps(huge).encode(), bytes(8))
     yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
-    yield "ten thousand tensors", INCOMPLETE, file("{}", {f"{i}": torch.empty(0) for i in range(10_000)})
+    yield (
+        "ten thousand tensors",
+        INCOMPLETE,
+        file("{}", {f"{i}": torch.empty(0) for i in range(10_000)}),
+    )
     yield "a wrong checksum", DAMAGED, changed(crc32="00000000")
     yield "a good file", "", changed()
     calls = {"_target_": "os.system", "a": "touch canary", "b": "${oc.env:HOME}"}
@@ -159,7 +177,13 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
     yield "no model", MODEL, changed("minigpt", "model", value=...)
     yield "no tokenizer", MODEL, changed("minigpt", "tokenizer", value=...)
     values: dict[str, list[Any]] = {
-        "n_layer": [10**4000, 40_000, "${oc.env:HOME}", {"_target_": "os.system"}, {"$tensor": "model.wte.weight"}],
+        "n_layer": [
+            10**4000,
+            40_000,
+            "${oc.env:HOME}",
+            {"_target_": "os.system"},
+            {"$tensor": "model.wte.weight"},
+        ],
         "block_size": [1 << 60, 1 << 20],
         "head_dim": [1 << 20],
         "n_inner": [1 << 62],
@@ -170,9 +194,15 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
         "__class__": ["x"],
     }
     claims = [{name: claim} for name, claimed in values.items() for claim in claimed]
-    claims += [{"position": "rope", "block_size": 1 << 20, "head_dim": 1024}]  # a table of a million positions
+    claims += [
+        {"position": "rope", "block_size": 1 << 20, "head_dim": 1024}
+    ]  # a table of a million positions
     for claim in claims:
-        yield f"{claim!r:.60}", MODEL, changed("minigpt", "model", value=good()["minigpt"]["model"] | claim)
+        yield (
+            f"{claim!r:.60}",
+            MODEL,
+            changed("minigpt", "model", value=good()["minigpt"]["model"] | claim),
+        )
 
 
 def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
@@ -194,7 +224,11 @@ def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
         yield f"a tokenizer {name}", MODEL, tokenizer(values)
     yield "a tokenizer.json", "", tokenizer_json()
     yield "a tokenizer.json without a model", MODEL, tokenizer_json(model={})
-    yield "a tokenizer.json with a huge id", MODEL, tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}})
+    yield (
+        "a tokenizer.json with a huge id",
+        MODEL,
+        tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}}),
+    )
     yield "a tokenizer.json that panics", MODEL, tokenizer_json(normalizer=CHARMAP)
     yield "a separator that is no id", MODEL, tokenizer_json(separator=9)
 
@@ -223,7 +257,9 @@ for index, file in enumerate([good, *files]):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs the size of a process")
 @pytest.mark.parametrize("script", ["sample.py", "attention.py"])
-def test_a_script_rejects_hostile_files_with_one_line(script: str, launch: Callable[..., Any], tmp_path: Path):
+def test_a_script_rejects_hostile_files_with_one_line(
+    script: str, launch: Callable[..., Any], tmp_path: Path
+):
     """It takes limited memory and CPU time per file, and samples from harmless files."""
     found = list(hostile_files())
     if script == "attention.py":  # reads them with the same function: one file per error
@@ -232,9 +268,15 @@ def test_a_script_rejects_hostile_files_with_one_line(script: str, launch: Calla
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
     *files, intact = (f"{number}.safetensors" for number in range(len(found) + 1))
-    done = launch(f"{tmp_path}/child.py", str(MEMORY), str(SCRIPTS / script), intact, *files, cwd=tmp_path)
+    done = launch(
+        f"{tmp_path}/child.py", str(MEMORY), str(SCRIPTS / script), intact, *files, cwd=tmp_path
+    )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(files), (found[len(results)][0], done.returncode, done.stderr[-2000:])
+    assert len(results) == len(files), (
+        found[len(results)][0],
+        done.returncode,
+        done.stderr[-2000:],
+    )
     for (name, error, _), (code, stderr, seconds) in zip(found, results, strict=True):
         assert seconds < SECONDS, name
         assert code == (2 if error else 0), (name, stderr)
@@ -247,7 +289,9 @@ def test_a_script_rejects_hostile_files_with_one_line(script: str, launch: Calla
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_configuration_inside_a_checkpoint_is_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """No `_target_` is called, the server that it names gets no request, and no file is written."""
     monkeypatch.chdir(tmp_path)
     content = good()
@@ -260,13 +304,23 @@ def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch
             "name": "../evil",
             "url": url,
         }
-        data |= {"sha256": "${oc.env:HOME}", "characters": 9, "path": "touch canary", "field": "text"}
+        data |= {
+            "sha256": "${oc.env:HOME}",
+            "characters": 9,
+            "path": "touch canary",
+            "field": "text",
+        }
         data |= {"val_path": None, "split": "fraction", "val_fraction": 0.1}
         for bins, error in ((None, "are not in"), (url, "is not a file"), ([url], "is not a file")):
             tokenizer = {"_target_": "os.system", "name": "touch canary"}
-            content["minigpt"]["config"] = {"data": data | {"train_bin": bins, "val_bin": bins}, "tokenizer": tokenizer}
+            content["minigpt"]["config"] = {
+                "data": data | {"train_bin": bins, "val_bin": bins},
+                "tokenizer": tokenizer,
+            }
             write(content, tmp_path / "a.safetensors")
             with pytest.raises(UserError, match=error):
-                validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
+                validation_batches(
+                    tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0]
+                )
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]

@@ -23,12 +23,19 @@ from minigpt import GPT, GPTConfig
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data.batches import WindowOrder
-from minigpt.language_model import LanguageModel
 from minigpt.runs.callbacks import metrics
+from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import RunError
 
 pytestmark = pytest.mark.xdist_group("processes")
-SHAPE = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 32, "bias": False, "position": "rope"}
+SHAPE = {
+    "block_size": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 32,
+    "bias": False,
+    "position": "rope",
+}
 SETTINGS = f"""
     {" ".join(f"model.{name}={value}" for name, value in SHAPE.items())}
     tokenizer=char data=text data.val_fraction=0.2 data.batch_size=8 data.eval_batch_size=10
@@ -40,7 +47,11 @@ SETTINGS = f"""
 RANKS = {
     "one": (),
     "ddp": ("trainer=ddp", "trainer.accelerator=cpu"),
-    "fsdp": ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=32-true"),  # it has no 64 bits
+    "fsdp": (
+        "trainer=fsdp",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+    ),  # it has no 64 bits
 }
 
 
@@ -66,11 +77,17 @@ def run(request, given, tmp_path_factory):
     if request.param != "one":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GROUP_RANK": "0"}
+            group = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free.getsockname()[1]),
+                "GROUP_RANK": "0",
+            }
         group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
         env = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     began = time.perf_counter()
-    options = [{"output": folder.with_suffix(f".{rank}"), "env": its} for rank, its in enumerate(env)]
+    options = [
+        {"output": folder.with_suffix(f".{rank}"), "env": its} for rank, its in enumerate(env)
+    ]
     ranks = [Script("train.py", *command, prepare=set_peak_flops, **its) for its in options]
     assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].stderr
     return SimpleNamespace(
@@ -96,7 +113,9 @@ def loop(given):
     matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=False, fused=False)
-    starts = torch.from_numpy(WindowOrder(2400, 16, 7).starts(torch.arange(12 * 16).numpy())).view(12, 16, 1)
+    starts = torch.from_numpy(WindowOrder(2400, 16, 7).starts(torch.arange(12 * 16).numpy())).view(
+        12, 16, 1
+    )
     found = SimpleNamespace(losses=[], norms=[], rates=[], val={}, file=file, text=text, bits={})
     for step in range(1, 13):
         window = train[starts[step - 1] + torch.arange(17)]  # (16, 17)
@@ -110,15 +129,23 @@ def loop(given):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        for values, value in ((found.losses, loss.detach()), (found.norms, norm), (found.rates, rate)):
+        for values, value in (
+            (found.losses, loss.detach()),
+            (found.norms, norm),
+            (found.rates, rate),
+        ):
             values.append(float(value))
         if step in (5, 10, 12):
             with torch.no_grad():
                 windows = (val[i : i + 17] for i in range(0, 600, 16))
-                nats = sum(F.cross_entropy(model(w[None, :-1])[0], w[1:], reduction="sum") for w in windows)
+                nats = sum(
+                    F.cross_entropy(model(w[None, :-1])[0], w[1:], reduction="sum") for w in windows
+                )
             found.val[step] = float(nats) / 600
             found.bits[step] = found.val[step] / math.log(2) / (len(text[2400:].encode()) / 601)
-    assert min(found.norms) < 1.3 < 2 < max(found.norms)  # so that another limit is another training
+    assert (
+        min(found.norms) < 1.3 < 2 < max(found.norms)
+    )  # so that another limit is another training
     found.params = sum(p.numel() for p in model.parameters())
     found.flops = 6 * found.params + 12 * 1 * 2 * 16 * 16  # per token
     return found
@@ -138,7 +165,9 @@ def test_rows_are_what_a_plain_loop_computes(run, loop):
     for row in val:
         step, rel = int(row.pop("step")), max(run.rel, 1e-6)  # summed up in 32 bits
         expected = {"val_loss": loop.val[step], "val_bits_per_byte": loop.bits[step]}
-        assert {name: float(value) for name, value in row.items() if value} == pytest.approx(expected, rel=rel)
+        assert {name: float(value) for name, value in row.items() if value} == pytest.approx(
+            expected, rel=rel
+        )
 
 
 def test_speeds_are_those_of_the_clock_beside_them(run, loop):
@@ -147,20 +176,32 @@ def test_speeds_are_those_of_the_clock_beside_them(run, loop):
         if row["train_loss"]:
             now = {name: float(value) for name, value in row.items() if value}
             elapsed = (now["tokens"] - before["tokens"]) / now["tokens_per_second"]
-            assert elapsed == pytest.approx(now["seconds"] - before["seconds"], abs=0.0011, rel=1e-3)
+            assert elapsed == pytest.approx(
+                now["seconds"] - before["seconds"], abs=0.0011, rel=1e-3
+            )
             assert elapsed > 0
-            assert now["flops_per_second"] == pytest.approx(now["tokens_per_second"] * loop.flops, rel=1e-3)
-            assert now["mfu"] == pytest.approx(now["flops_per_second"] / (run.world * 1e12), rel=1e-9)
+            assert now["flops_per_second"] == pytest.approx(
+                now["tokens_per_second"] * loop.flops, rel=1e-3
+            )
+            assert now["mfu"] == pytest.approx(
+                now["flops_per_second"] / (run.world * 1e12), rel=1e-9
+            )
             before = now
 
 
 def test_a_summary_is_what_was_measured(run, loop):
     best, rel = min(loop.val, key=loop.val.get), max(run.rel, 1e-6)
     seconds, wall = run.summary["seconds"], run.summary["wall_seconds"]
-    assert float([row["seconds"] for row in run.rows if row["seconds"]][-1]) <= seconds < wall < run.wall
+    assert (
+        float([row["seconds"] for row in run.rows if row["seconds"]][-1])
+        <= seconds
+        < wall
+        < run.wall
+    )
     commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
     git = [
-        subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False) for command in commands
+        subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+        for command in commands
     ]
     commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
     assert run.summary["device"].startswith("cpu, ")
@@ -217,20 +258,34 @@ def test_a_validation_loss_that_is_nan_ends_the_run(given, tmp_path):
     with pytest.raises(RunError, match="at step 1 "):
         minigpt.train([*given, *diverging, f"hydra.run.dir={tmp_path}/run"])
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
-    assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
+    assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == (
+        "failed",
+        None,
+        None,
+    )
 
 
-def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(given, tmp_path, monkeypatch):
+def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
+    given, tmp_path, monkeypatch
+):
     """Where the learning rate grows until nothing is learnt, and validations take 1000 s; then the run resumes."""
     took = []
     monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))
-    growing = [*given, "optimizer.lr=3", "schedule.warmup_steps=9", "eval_every=1", "originality=null"]
+    growing = [
+        *given,
+        "optimizer.lr=3",
+        "schedule.warmup_steps=9",
+        "eval_every=1",
+        "originality=null",
+    ]
     before = minigpt.train([*growing, "max_steps=3", f"hydra.run.dir={tmp_path}/run"])
     first, second, third = (row for row in table(tmp_path / "run/metrics.csv") if row["val_loss"])
     assert float(first["val_loss"]) < min(float(second["val_loss"]), float(third["val_loss"]))
     assert (before["best_step"], before["best_val_loss"]) == (1, float(first["val_loss"]))
     assert before["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
     assert read(tmp_path / "run/checkpoints/best.safetensors")["global_step"] == 1
-    resumed = minigpt.train([*growing, "max_steps=4", "resume=auto", f"hydra.run.dir={tmp_path}/run"])
+    resumed = minigpt.train(
+        [*growing, "max_steps=4", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
+    )
     assert 0 < before["seconds"] < resumed["seconds"] < 1000 < 4000 < resumed["wall_seconds"] < 5000

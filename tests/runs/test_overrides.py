@@ -17,8 +17,8 @@ from small_runs import composed, one_line, rows, table
 from minigpt import train
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
-from minigpt.run_config import LITERAL_TEXTS, normalize
 from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.run_config import LITERAL_TEXTS, normalize
 from minigpt.runs.trainer import instantiate_group
 from minigpt.utils.errors import UserError
 
@@ -33,7 +33,15 @@ ODD = [
     "1e5",
     "true",
 ]
-TEXTS = ["To be, or [not] to {be}?", '"Hello," she said', "[Enter ROMEO]", "it's\\", "'a'", "3", "café: 1=2"]
+TEXTS = [
+    "To be, or [not] to {be}?",
+    '"Hello," she said',
+    "[Enter ROMEO]",
+    "it's\\",
+    "'a'",
+    "3",
+    "café: 1=2",
+]
 
 
 def parsed(*overrides):
@@ -42,10 +50,14 @@ def parsed(*overrides):
     override = parser.parse_override(line)
     if not override.is_sweep_override():
         return override.value()
-    return [parser.parse_override(f"x={value}").value() for value in override.sweep_string_iterator()]
+    return [
+        parser.parse_override(f"x={value}").value() for value in override.sweep_string_iterator()
+    ]
 
 
-@pytest.mark.parametrize("key", ["data.path", "data.val_path", "init_from", "hydra.run.dir", "hydra.sweep.dir"])
+@pytest.mark.parametrize(
+    "key", ["data.path", "data.val_path", "init_from", "hydra.run.dir", "hydra.sweep.dir"]
+)
 def test_a_path_is_taken_literally_in_runs_and_sweeps(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ODD:
@@ -54,12 +66,18 @@ def test_a_path_is_taken_literally_in_runs_and_sweeps(key, tmp_path, monkeypatch
         assert parsed("-m", f"{key}={name}") == name
 
 
-def test_a_home_folder_is_expanded_and_null_and_what_is_quoted_keep_their_meaning(tmp_path, monkeypatch):
+def test_a_home_folder_is_expanded_and_null_and_what_is_quoted_keep_their_meaning(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     for key in ("data.path", "init_from", "resume", "hydra.run.dir", "data.folder"):
         assert parsed(f"{key}=~/a b.txt") == parsed(f"{key}='~/a b.txt'") == f"{tmp_path}/a b.txt"
         assert parsed(f"{key}=null") is None
-    assert parsed("data.train_bin=[~/a.bin, b c.bin,'d.bin']") == [f"{tmp_path}/a.bin", "b c.bin", "d.bin"]
+    assert parsed("data.train_bin=[~/a.bin, b c.bin,'d.bin']") == [
+        f"{tmp_path}/a.bin",
+        "b c.bin",
+        "d.bin",
+    ]
     assert parsed("hydra.run.dir=my runs/${now:%Y}") == "my runs/${now:%Y}"
     assert parsed(r"data.separator=\n\n") == r"\n\n"
     assert parsed("data.separator=<|endoftext|>") == "<|endoftext|>"
@@ -67,10 +85,16 @@ def test_a_home_folder_is_expanded_and_null_and_what_is_quoted_keep_their_meanin
 
 def test_a_list_of_paths_is_swept_and_a_text_with_commas_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert parsed("-m", "data.path=~/a.txt,my b.txt, 2024") == [f"{tmp_path}/a.txt", "my b.txt", "2024"]
+    assert parsed("-m", "data.path=~/a.txt,my b.txt, 2024") == [
+        f"{tmp_path}/a.txt",
+        "my b.txt",
+        "2024",
+    ]
     assert parsed("-m", "data.path='a, b.txt','c.txt'") == ["a, b.txt", "c.txt"]
     assert parsed("-m", "resume=null,my run") == [None, "my run"]
-    many = [f"{'long ' * 20}{i}.txt" for i in range(50)]  # together longer than the name of a file may be
+    many = [
+        f"{'long ' * 20}{i}.txt" for i in range(50)
+    ]  # together longer than the name of a file may be
     assert parsed("-m", f"data.path={','.join(many)}") == many
     for prompt in TEXTS[:4]:
         assert parsed("-m", f"callbacks.samples.prompt={prompt}") == prompt
@@ -78,7 +102,12 @@ def test_a_list_of_paths_is_swept_and_a_text_with_commas_is_not(tmp_path, monkey
 
 
 def test_a_text_is_taken_literally():
-    for key in ("callbacks.samples.prompt", "callbacks.attention.text", "logger.wandb.name", "+logger.wandb.notes"):
+    for key in (
+        "callbacks.samples.prompt",
+        "callbacks.attention.text",
+        "logger.wandb.name",
+        "+logger.wandb.notes",
+    ):
         for text in TEXTS[:4] + TEXTS[5:]:
             assert parsed(f"{key}={text}") == text
 
@@ -103,24 +132,49 @@ def test_a_reference_in_a_text_is_text():
             normalize(cfg)
             for found in (cfg, OmegaConf.create(OmegaConf.to_yaml(cfg))):
                 assert [OmegaConf.select(found, key) for key in LITERAL_TEXTS] == [text] * 3
-        settings = {"one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}}  # of a run are resolved already
+        settings = {
+            "one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}
+        }  # of a run are resolved already
         assert instantiate_group("callbacks", settings) == [{"text": [text, rf"\{text}"]}]
 
 
 @pytest.mark.slow
-def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(call, text, tmp_path):
-    (tmp_path / "texts.txt").write_text(text.read_text(encoding="utf-8").replace("\n", "${seed}"), encoding="utf-8")
+def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
+    call, text, tmp_path
+):
+    (tmp_path / "texts.txt").write_text(
+        text.read_text(encoding="utf-8").replace("\n", "${seed}"), encoding="utf-8"
+    )
     (tmp_path / "mine/callbacks").mkdir(parents=True)
     (tmp_path / "mine/callbacks/asking.yaml").write_text(
         "defaults: [default, _self_]\nsamples: {prompt: 'cost: ${seed}', max_new_tokens: 1}\n"
     )
-    same = ["max_steps=2", "eval_every=1", "tokenizer=byte", "data.path=texts.txt", "data.separator=${seed}"]
+    same = [
+        "max_steps=2",
+        "eval_every=1",
+        "tokenizer=byte",
+        "data.path=texts.txt",
+        "data.separator=${seed}",
+    ]
     asked = [*same, "callbacks.samples.max_new_tokens=1", "callbacks.samples.prompt=cost: ${seed}"]
     runs = {
         "run": [*asked, "pause_at=1", "hydra.run.dir=run"],
         "run ": [*asked, "resume=auto", "hydra.run.dir=run"],
-        "file": [*same, "--config-dir", "mine", "callbacks=asking", "callbacks.samples.top_k=3", "hydra.run.dir=file"],
-        "sweep/n_head=2": [*asked, "-m", "model.n_head=1,2", "hydra.sweep.dir=sweep", "hydra/launcher=basic"],
+        "file": [
+            *same,
+            "--config-dir",
+            "mine",
+            "callbacks=asking",
+            "callbacks.samples.top_k=3",
+            "hydra.run.dir=file",
+        ],
+        "sweep/n_head=2": [
+            *asked,
+            "-m",
+            "model.n_head=1,2",
+            "hydra.sweep.dir=sweep",
+            "hydra/launcher=basic",
+        ],
     }
     for folder, line in runs.items():
         ended = call("train.py", *line)
@@ -130,7 +184,10 @@ def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
         samples = (tmp_path / folder.strip() / "samples.txt").read_text(encoding="utf-8")
         assert samples.count("\ncost: ${seed}") == 2
         last = read(tmp_path / folder.strip() / LAST)["minigpt"]["config"]
-        assert (last["data"]["separator"], last["callbacks"]["samples"]["prompt"]) == ("${seed}", "cost: ${seed}")
+        assert (last["data"]["separator"], last["callbacks"]["samples"]["prompt"]) == (
+            "${seed}",
+            "cost: ${seed}",
+        )
     recorded = json.loads((tmp_path / "sweep/sweep.json").read_text(encoding="utf-8"))
     assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
@@ -138,17 +195,46 @@ def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
 
 
 def test_none_of_python_is_null_but_in_a_prompt():
-    for key in ("eval_batches", "model.n_kv_head", "data.path", "init_from", "resume", "+logger.wandb.name"):
+    for key in (
+        "eval_batches",
+        "model.n_kv_head",
+        "data.path",
+        "init_from",
+        "resume",
+        "+logger.wandb.name",
+    ):
         assert parsed(f"{key}=None") is None
         assert parsed(f"{key}='None'") == "None"
     assert parsed("callbacks.samples.prompt=None") == "None"
 
 
 def test_what_the_agent_of_wandb_writes_is_taken(train, trained):
-    nulls = [f"{key}=None" for key in ("eval_batches", "ema_decay", "model.n_kv_head", "trainer.gradient_clip_val")]
-    integers = ["data.eval_batch_size=2.0", "max_steps=20.0", "model.n_head=2.0", "seed=3.0", "trainer.devices=1.0"]
-    run = train(*nulls, *integers, "compile=False", "model.bias=True", "logger=None", "experiment=None", "resume=None")
-    typed = ["data.eval_batch_size=2", "seed=3", "model.bias=true", "trainer.gradient_clip_val=null"]
+    nulls = [
+        f"{key}=None"
+        for key in ("eval_batches", "ema_decay", "model.n_kv_head", "trainer.gradient_clip_val")
+    ]
+    integers = [
+        "data.eval_batch_size=2.0",
+        "max_steps=20.0",
+        "model.n_head=2.0",
+        "seed=3.0",
+        "trainer.devices=1.0",
+    ]
+    run = train(
+        *nulls,
+        *integers,
+        "compile=False",
+        "model.bias=True",
+        "logger=None",
+        "experiment=None",
+        "resume=None",
+    )
+    typed = [
+        "data.eval_batch_size=2",
+        "seed=3",
+        "model.bias=true",
+        "trainer.gradient_clip_val=null",
+    ]
     assert rows(run.folder) == rows(trained(*typed))
     config = OmegaConf.load(run.folder / ".hydra/config.yaml")
     assert repr([config.max_steps, config.model.n_head, config.eval_batches]) == "[20, 2, None]"
@@ -160,12 +246,22 @@ def test_a_group_without_a_choice_is_none(group):
         none = f"~{group}" if group in ("experiment", "debug") else f"{group}=none"
         assert complete_overrides([override, "seed=1"]) == [none, "seed=1"]
     config = composed(none)
-    assert [*config.callbacks.values()] == [None] * 3 if group == "callbacks" else config == composed()
+    assert (
+        [*config.callbacks.values()] == [None] * 3 if group == "callbacks" else config == composed()
+    )
 
 
-def test_a_run_without_callbacks_ends_and_a_resume_says_that_its_checkpoint_is_missing(train, trained, capsys):
+def test_a_run_without_callbacks_ends_and_a_resume_says_that_its_checkpoint_is_missing(
+    train, trained, capsys
+):
     run = train("~callbacks", "log_every=1")
-    assert {path.name for path in run.folder.iterdir()} <= {".hydra", ".lock", "metrics.csv", "log.txt", "summary.json"}
+    assert {path.name for path in run.folder.iterdir()} <= {
+        ".hydra",
+        ".lock",
+        "metrics.csv",
+        "log.txt",
+        "summary.json",
+    }
     assert (run.summary["status"], run.summary["checkpoint"]) == ("completed", None)
     assert rows(run.folder) == rows(trained("log_every=1"))
     assert f"validation loss  {run.loss:.4f} at step 20" in capsys.readouterr().out
@@ -176,11 +272,17 @@ def test_a_run_without_callbacks_ends_and_a_resume_says_that_its_checkpoint_is_m
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize("given", ["oc.env:RATE", "oc.env:RATE,0.1"])
-def test_the_advice_for_a_number_of_the_environment_can_be_pasted(given, call, tmp_path, monkeypatch):
+def test_the_advice_for_a_number_of_the_environment_can_be_pasted(
+    given, call, tmp_path, monkeypatch
+):
     monkeypatch.setenv("RATE", "0.25")
     line = one_line(call("train.py", f"optimizer.lr=${{{given}}}"))
-    in_shell, in_file = re.search("it is a text; write (.+) in a shell, or lr: (.+) in a file", line).groups()
-    words = subprocess.run(["bash", "-c", f"printf '%s' {in_shell}"], capture_output=True, encoding="utf-8", check=True)
+    in_shell, in_file = re.search(
+        "it is a text; write (.+) in a shell, or lr: (.+) in a file", line
+    ).groups()
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s' {in_shell}"], capture_output=True, encoding="utf-8", check=True
+    )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment/mine.yaml").write_text(
         f"# @package _global_\noptimizer:\n  lr: {in_file}\n", encoding="utf-8"
@@ -190,7 +292,10 @@ def test_the_advice_for_a_number_of_the_environment_can_be_pasted(given, call, t
 
 
 def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):
-    line, added = ["init_from=openai-community/gpt2"], ["optimizer=adamw_finetune", "schedule.warmup_steps=0"]
+    line, added = (
+        ["init_from=openai-community/gpt2"],
+        ["optimizer=adamw_finetune", "schedule.warmup_steps=0"],
+    )
     groups = ["model=pretrained", "tokenizer=pretrained"]
     assert complete_overrides(line) == [*line, *groups, *added]
     (tmp_path / ".hydra").mkdir()
@@ -204,7 +309,14 @@ def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):
 
 def test_flags_may_stand_between_settings():
     given = ["seed=1,2", "-m", "max_steps=3", "--config-dir", "mine", "~callbacks.samples"]
-    assert complete_overrides(given) == ["-m", "--config-dir", "mine", "seed=1,2", "max_steps=3", "~callbacks.samples"]
+    assert complete_overrides(given) == [
+        "-m",
+        "--config-dir",
+        "mine",
+        "seed=1,2",
+        "max_steps=3",
+        "~callbacks.samples",
+    ]
 
 
 OWN_FILES = {
@@ -254,10 +366,14 @@ def test_a_file_of_the_user_is_taken_before_the_built_in_one_of_its_name(call, l
 
 @pytest.mark.usefixtures("own_files")
 def test_a_primary_file_of_the_user_may_name_more_folders_and_replace_the_built_in_one(call):
-    shown = call("train.py", "--config-dir", "mine", "-cn", "searching", "--cfg", "hydra", small=False)
+    shown = call(
+        "train.py", "--config-dir", "mine", "-cn", "searching", "--cfg", "hydra", small=False
+    )
     sources = OmegaConf.create(shown.stdout).hydra.runtime.config_sources
     assert [Path(source.path).name for source in sources][1:4] == ["mine", "more", "configs"]
-    shown = call("train.py", "hydra.searchpath=[mine]", "--config-dir", "whole", "--cfg", "job", small=False)
+    shown = call(
+        "train.py", "hydra.searchpath=[mine]", "--config-dir", "whole", "--cfg", "job", small=False
+    )
     assert OmegaConf.create(shown.stdout) == {"seed": 99, "model": {"n_head": 2}}
 
 
@@ -281,8 +397,13 @@ def test_an_experiment_may_choose_and_set_what_is_of_hydra(call):
     line = ["--config-dir", "mine", "--cfg", "hydra", "experiment=fast_cpu"]
     hydra = OmegaConf.create(call("train.py", *line, small=False).stdout).hydra
     assert hydra.launcher._target_.endswith("BasicLauncher")
-    assert (hydra.sweeper._target_, hydra.sweeper.n_trials) == ("hydra_plugins.minigpt_sweeps.Search", 7)
-    hydra = OmegaConf.create(call("train.py", *line, "hydra/launcher=joblib", small=False).stdout).hydra
+    assert (hydra.sweeper._target_, hydra.sweeper.n_trials) == (
+        "hydra_plugins.minigpt_sweeps.Search",
+        7,
+    )
+    hydra = OmegaConf.create(
+        call("train.py", *line, "hydra/launcher=joblib", small=False).stdout
+    ).hydra
     assert hydra.launcher._target_.endswith("Joblib")  # the command line has the last word
 
 
@@ -319,9 +440,11 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
     (tmp_path / "parts_of_a_test.py").write_text(code, encoding="utf-8")
     line = ["--config-dir", "mine", "optimizer=sgd", "schedule=flat", "max_steps=2"]
     assert call("train.py", *line, "hydra.run.dir=run").returncode == 0
-    assert {float(row["learning_rate"]) for row in table(tmp_path / "run/metrics.csv") if row["learning_rate"]} == {
-        0.05
-    }
+    assert {
+        float(row["learning_rate"])
+        for row in table(tmp_path / "run/metrics.csv")
+        if row["learning_rate"]
+    } == {0.05}
     assert str(tmp_path) in sys.path
     swept = call("train.py", *line, "-m", "seed=1,2", "hydra.sweep.dir=sweep", "log_every=1")
     assert (swept.returncode, len(table(tmp_path / "sweep/runs.csv"))) == (0, 2)
@@ -339,8 +462,16 @@ def test_a_byte_order_mark_or_a_comment_hides_no_package_line(newline, call, tex
         file.write_text(content, encoding="utf-8-sig", newline=newline)
     chosen = ["experiment=mine", "data=mine"]
     shown = call("train.py", "--config-dir", "conf", *chosen, "--cfg", "job", small=False).stdout
-    for cfg in (OmegaConf.create(shown), composed(f"hydra.searchpath=[file://{tmp_path}/conf]", *chosen)):
-        assert (cfg.seed, cfg.optimizer.lr, cfg.data.path, cfg.data.split) == (7, 0.5, str(text), "fraction")
+    for cfg in (
+        OmegaConf.create(shown),
+        composed(f"hydra.searchpath=[file://{tmp_path}/conf]", *chosen),
+    ):
+        assert (cfg.seed, cfg.optimizer.lr, cfg.data.path, cfg.data.split) == (
+            7,
+            0.5,
+            str(text),
+            "fraction",
+        )
     prepared = call("prepare.py", "--config-dir", "conf", "data=mine")
     assert (prepared.returncode, "fox.txt" in prepared.stdout) == (0, True)
 
@@ -365,23 +496,44 @@ def test_train_of_python_raises_a_user_error(message):
 def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
     """On the command line and in Python, in folders with odd names; what is printed can be pasted."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    name, short = "a, b & #1; !='x'.txt", ["max_steps=2", "eval_every=2", "callbacks.samples=null", "originality=null"]
+    name, short = (
+        "a, b & #1; !='x'.txt",
+        ["max_steps=2", "eval_every=2", "callbacks.samples=null", "originality=null"],
+    )
     short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
     (tmp_path / "2024").mkdir()
     for copy in (name, "2024/a.txt", "my text (1).txt"):
         shutil.copy(text, tmp_path / copy)
-    done = call("train.py", *short, f"data.path=~/{name}", f"hydra.run.dir=~/runs of {name}", small=False)
+    done = call(
+        "train.py", *short, f"data.path=~/{name}", f"hydra.run.dir=~/runs of {name}", small=False
+    )
     folder = tmp_path / f"runs of {name}"
     assert OmegaConf.load(folder / ".hydra/config.yaml").data.path == f"{tmp_path}/{name}"
     again = shlex.split(re.search("sample again(.*)", done.stdout)[1])
     assert call("sample.py", *again[2:], "--max-new-tokens", "2").returncode == 0
-    longer = [*short, f"data.path=~/{name}", f"hydra.run.dir={folder}", "max_steps=4", "resume=auto"]
+    longer = [
+        *short,
+        f"data.path=~/{name}",
+        f"hydra.run.dir={folder}",
+        "max_steps=4",
+        "resume=auto",
+    ]
     assert call("train.py", *longer, small=False).returncode == 0
     assert [row["step"] for row in table(folder / "metrics.csv") if row["val_loss"]] == ["2", "4"]
     summary = train(
-        [*short, "data.path=2024", "data.folder=it's", "max_steps=6", f"resume={folder}", "hydra.run.dir=1e5"]
+        [
+            *short,
+            "data.path=2024",
+            "data.folder=it's",
+            "max_steps=6",
+            f"resume={folder}",
+            "hydra.run.dir=1e5",
+        ]
     )
     assert (summary["corpus"], summary["steps"]) == ("2024", 6)
     swept = [*short, "data.path=2024,my text (1).txt", "hydra.sweep.dir=~/x (1)"]
     assert call("train.py", "-m", *swept, small=False).returncode == 0
-    assert {row["data.path"] for row in table(tmp_path / "x (1)/runs.csv")} == {"'2024'", "'my text (1).txt'"}
+    assert {row["data.path"] for row in table(tmp_path / "x (1)/runs.csv")} == {
+        "'2024'",
+        "'my text (1).txt'",
+    }

@@ -17,13 +17,28 @@ from minigpt.runs.callbacks.resume_state import ResumeState
 
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]
 # Only the first validation, of step 5, is an improvement.
-STOP = [*FAST, "callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=5", "max_steps=50"]
+STOP = [
+    *FAST,
+    "callbacks=early_stopping",
+    "callbacks.early_stopping.min_delta=9",
+    "eval_every=5",
+    "max_steps=50",
+]
 # Losses that rise and fall again, with a checkpoint at every step.
-UNSTABLE = [*FAST, "max_steps=12", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.3", "eval_every=1"]
+UNSTABLE = [
+    *FAST,
+    "max_steps=12",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "optimizer.lr=0.3",
+    "eval_every=1",
+]
 
 
 @pytest.mark.parametrize(("patience", "pause_at"), [(5, 10), (5, "null"), (2, "null")])
-def test_the_patience_is_that_of_the_command_line(train, capsys, monkeypatch, tmp_path, pause_at, patience):
+def test_the_patience_is_that_of_the_command_line(
+    train, capsys, monkeypatch, tmp_path, pause_at, patience
+):
     monkeypatch.chdir(tmp_path)
     first = train(*STOP, f"pause_at={pause_at}").summary
     assert first["steps"] == (10 if pause_at == 10 else 20)
@@ -35,14 +50,20 @@ def test_the_patience_is_that_of_the_command_line(train, capsys, monkeypatch, tm
         f"stopped early at step {again['steps']} of 50: Monitored metric val_loss did not"
     )
     out, err = capsys.readouterr()
-    assert f"callbacks.early_stopping.patience changed from 3 to {patience}; it applies from step" in err
+    assert (
+        f"callbacks.early_stopping.patience changed from 3 to {patience}; it applies from step"
+        in err
+    )
     assert f"\n{again['reason']}\n" in out
     assert "\nrun folder       run\n" in out  # the shortest path from here
 
 
 def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it(train):
     assert train(*STOP, "max_steps=30").summary["steps"] == 20
-    assert train(*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping").summary["steps"] == 30
+    assert (
+        train(*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping").summary["steps"]
+        == 30
+    )
 
 
 def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsys):
@@ -50,13 +71,17 @@ def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsy
     run = train(*line, "max_steps=10")
     train(*line, "max_steps=20", "optimizer.lr=1e-2", "resume=auto")
     err = capsys.readouterr().err
-    expected = "training    10 steps from step 10 at learning rate 0.005, "  # half way from 0.01 to 0
+    expected = (
+        "training    10 steps from step 10 at learning rate 0.005, "  # half way from 0.01 to 0
+    )
     warnings = [text for text in err.splitlines() if text.startswith("warning: ")]
     assert [text.split()[1] for text in warnings] == ["optimizer.lr", "max_steps"]
     log = (run.folder / "log.txt").read_text(encoding="utf-8").splitlines()
     assert [log.count(text) for text in warnings] == [1, 1]
     assert any(text.startswith(expected) for text in log)
-    assert column(run.folder, "learning_rate")[-2] == pytest.approx(0.01 * (1 - 14 / 20))  # of step 15
+    assert column(run.folder, "learning_rate")[-2] == pytest.approx(
+        0.01 * (1 - 14 / 20)
+    )  # of step 15
 
 
 def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
@@ -71,7 +96,9 @@ def test_the_generator_of_the_device_is_saved_and_restored(kind, monkeypatch):
     """Which draws the dropout masks there; the functions of torch stand in for a machine with that device."""
     generator = [torch.arange(3)]
     monkeypatch.setattr(getattr(torch, kind), "get_rng_state", lambda: generator[0].clone())
-    monkeypatch.setattr(getattr(torch, kind), "set_rng_state", lambda state: generator.__setitem__(0, state))
+    monkeypatch.setattr(
+        getattr(torch, kind), "set_rng_state", lambda state: generator.__setitem__(0, state)
+    )
     monkeypatch.setattr("minigpt.runs.callbacks.resume_state.apply_config", lambda *given: None)
     module = SimpleNamespace(model=make_model(), device=torch.device(kind), max_steps=9)
     progress = {"global_step": 2, "val_check_interval": 2, "accumulate_grad_batches": 1}
@@ -96,7 +123,9 @@ def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(train, tra
     losses = column(trained(*UNSTABLE), "val_loss")
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     best = next(i for i, (x, y, z) in enumerate(triples, 1) if x == min(losses[:i]) and z < x < y)
-    last = best + 2 if harm == "last is damaged" else best + 1  # the best of another course, or worse
+    last = (
+        best + 2 if harm == "last is damaged" else best + 1
+    )  # the best of another course, or worse
     folder = train(*UNSTABLE, f"pause_at={last}").folder
     damaged = folder / (LAST if harm == "last is damaged" else BEST)
     if harm != "none":
@@ -104,14 +133,23 @@ def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(train, tra
     if "damaged" in harm:
         damaged.write_bytes(b"damaged")
     capsys.readouterr()
-    summary = train(*UNSTABLE, "resume=auto", "optimizer.lr=1e-9").summary  # which changes no loss any more
-    assert (f"the best checkpoint, of step {best}, is not in" in capsys.readouterr().err) == (harm != "none")
+    summary = train(
+        *UNSTABLE, "resume=auto", "optimizer.lr=1e-9"
+    ).summary  # which changes no loss any more
+    assert (f"the best checkpoint, of step {best}, is not in" in capsys.readouterr().err) == (
+        harm != "none"
+    )
     assert (summary["best_step"] == best) == (harm == "none")
     # The file, the summary, metrics.csv and the loss of the model in the file agree.
-    assert (read(folder / BEST)["global_step"], summary["checkpoint"]) == (summary["best_step"], BEST)
+    assert (read(folder / BEST)["global_step"], summary["checkpoint"]) == (
+        summary["best_step"],
+        BEST,
+    )
     assert column(folder, "val_loss")[summary["best_step"] - 1] == summary["best_val_loss"]
     model, _ = load_checkpoint(folder / BEST)
     batches = list(validation_batches(folder / BEST, model))
     with torch.no_grad():
         nats = fsum(model(x, y, reduction="sum").item() for x, y in batches)
-    assert nats / sum(int((y >= 0).sum()) for _, y in batches) == pytest.approx(summary["best_val_loss"], rel=1e-5)
+    assert nats / sum(int((y >= 0).sum()) for _, y in batches) == pytest.approx(
+        summary["best_val_loss"], rel=1e-5
+    )

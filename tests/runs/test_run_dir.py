@@ -20,13 +20,13 @@ from omegaconf import OmegaConf
 from small_runs import one_line
 
 import minigpt
-from minigpt.language_model import LanguageModel
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.metrics_csv import append_metrics, read_metrics, truncate_metrics
 from minigpt.runs.overrides import complete_overrides
 from minigpt.sweeps.sweeper import Sweeper
+from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 
@@ -37,7 +37,11 @@ def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
     with run_dir.lock_run_dir(folder):
         run_dir.update_latest_link(folder)
         for step in range(10, 110, 10):
-            append_metrics(folder / "metrics.csv", {"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step}, step)
+            append_metrics(
+                folder / "metrics.csv",
+                {"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step},
+                step,
+            )
         for step, loss in zip((50, 100), val_losses, strict=False):
             append_metrics(folder / "metrics.csv", {"val_loss": loss}, step)
     return folder
@@ -46,11 +50,20 @@ def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
 def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
     folder = finished_run(tmp_path, "first")
     (folder / "checkpoints/snapshots").mkdir(parents=True)
-    for name in (".notes.partial", ".mine.txt.7.partial", "checkpoints/.tmp", "checkpoints/snapshots/step-1"):
+    for name in (
+        ".notes.partial",
+        ".mine.txt.7.partial",
+        "checkpoints/.tmp",
+        "checkpoints/snapshots/step-1",
+    ):
         (folder / name).touch()  # of the user
     before = set(folder.rglob("*"))
     with ExitStack() as killed:
-        for name in ("metrics.csv", "checkpoints/last.safetensors", "checkpoints/snapshots/step-2.safetensors"):
+        for name in (
+            "metrics.csv",
+            "checkpoints/last.safetensors",
+            "checkpoints/snapshots/step-2.safetensors",
+        ):
             killed.enter_context(atomic_write(folder / name)).touch()
         (folder / "checkpoints/.tmpkCZie0").touch()  # of safetensors
         assert len(set(folder.rglob("*")) - before) == 4
@@ -65,7 +78,10 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
 def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
     folder = finished_run(tmp_path, "first")
     (folder / file).write_text("precious")
-    with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), run_dir.lock_run_dir(folder):
+    with (
+        pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"),
+        run_dir.lock_run_dir(folder),
+    ):
         (folder / file).write_text("overwritten")
     assert (folder / file).read_text(encoding="utf-8") == "precious"
 
@@ -89,7 +105,9 @@ def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_pat
     assert (tmp_path / "archive/latest").read_text(encoding="utf-8") == "a file of the user"
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(train, tmp_path, monkeypatch):
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(
+    train, tmp_path, monkeypatch
+):
     first = finished_run(tmp_path / "runs", "first")
     monkeypatch.setattr(LanguageModel, "training_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -105,7 +123,11 @@ def files(folder):
 
 def test_a_refused_start_leaves_a_folder_of_the_user_as_it_was(call, tmp_path):
     missing = "data.path=missing.txt"
-    for held, error in {"": missing, "notes.txt": missing, "checkpoints/a.ckpt": "mine already holds checkp"}.items():
+    for held, error in {
+        "": missing,
+        "notes.txt": missing,
+        "checkpoints/a.ckpt": "mine already holds checkp",
+    }.items():
         folder = tmp_path / f"{held[:5]}mine"
         folder.mkdir()
         if held:
@@ -120,8 +142,12 @@ def test_a_refused_start_leaves_a_folder_of_the_user_as_it_was(call, tmp_path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("name", ["log.txt", "samples.txt", "metrics.csv", "plan.json", "attention/step-1.png"])
-def test_a_run_does_not_begin_in_a_folder_with_files_of_the_user_that_it_would_change(tmp_path, name, resume):
+@pytest.mark.parametrize(
+    "name", ["log.txt", "samples.txt", "metrics.csv", "plan.json", "attention/step-1.png"]
+)
+def test_a_run_does_not_begin_in_a_folder_with_files_of_the_user_that_it_would_change(
+    tmp_path, name, resume
+):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("precious")
     (tmp_path / "notes.txt").write_text("precious")
@@ -155,8 +181,12 @@ def test_a_folder_that_is_named_by_the_day_is_resumed_and_kept(tmp_path):
     assert folder.exists()
 
 
-def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(call, small, tmp_path, monkeypatch):
-    monkeypatch.setattr("hydra.core.utils.datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5)))
+def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(
+    call, small, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "hydra.core.utils.datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5))
+    )
     name = "2026-01-02_03-04-05"
     for folder in (f"runs/{name}", f"runs/{name}-2", f"runs/sweeps/{name}"):  # of others
         (tmp_path / folder).mkdir(parents=True)
@@ -169,7 +199,10 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(call
     monkeypatch.setattr(Sweeper, "_report", lambda _: None)
     call("train.py", "-m", "seed=1,2")
     assert (tmp_path / f"runs/sweeps/{name}-2/mine").exists()
-    assert {path.name for path in (tmp_path / "runs").iterdir() if not any(path.iterdir())} == {name, f"{name}-2"}
+    assert {path.name for path in (tmp_path / "runs").iterdir() if not any(path.iterdir())} == {
+        name,
+        f"{name}-2",
+    }
 
 
 def test_processes_that_choose_a_folder_at_once_choose_different_ones(tmp_path):
@@ -187,14 +220,21 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     finished_run(tmp_path / "runs", "second")
     override = OverridesParser.create().parse_override(arguments[0])
     assert (override.key_or_group, override.value()) == ("resume", str(first))
-    assert complete_overrides(["resume=auto", "resume=runs/second"]) == ["resume=auto", "resume=runs/second"]
+    assert complete_overrides(["resume=auto", "resume=runs/second"]) == [
+        "resume=auto",
+        "resume=runs/second",
+    ]
 
 
-@pytest.mark.parametrize("name", ["a" * 255, "訓" * 85, "𠀋" * 63], ids=["1 byte", "3 bytes", "4 bytes"])
+@pytest.mark.parametrize(
+    "name", ["a" * 255, "訓" * 85, "𠀋" * 63], ids=["1 byte", "3 bytes", "4 bytes"]
+)
 def test_a_file_of_the_longest_name_is_written(tmp_path, name):
     with atomic_write(tmp_path / name) as partial:
         partial.write_text("fox")
-    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, "fox")]
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [
+        (name, "fox")
+    ]
 
 
 def test_metrics_are_read_as_they_were_written(tmp_path):
@@ -230,7 +270,11 @@ def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
     }
     assert read_metrics(file) == expected
     with open(file, newline="", encoding="utf-8") as opened:
-        assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [0.5, 1.0, 1.5]
+        assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [
+            0.5,
+            1.0,
+            1.5,
+        ]
     assert pandas.read_csv(file)[name].dropna().tolist() == [0.5, 1.0, 1.5]
     with open(file, "a", encoding="utf-8") as opened:
         opened.write('3,"')  # of a killed run
@@ -248,7 +292,10 @@ def test_a_quote_in_a_damaged_row_swallows_no_other(tmp_path, capsys):
         read_metrics(file)
     truncate_metrics(file, 3)
     assert "1 of its rows are dropped" in capsys.readouterr().err
-    assert read_metrics(file) == {"acc,top5": [(1, 0.5), (3, 0.25)], "val_loss": [(1, 3.0), (3, 1.0)]}
+    assert read_metrics(file) == {
+        "acc,top5": [(1, 0.5), (3, 0.25)],
+        "val_loss": [(1, 3.0), (3, 1.0)],
+    }
 
 
 def test_the_curves_show_the_training_loss_and_every_validation_loss(tmp_path):
@@ -269,7 +316,10 @@ def test_a_short_run_has_its_best_loss_in_the_legend_where_no_frame_cuts_it(tmp_
     (tmp_path / "metrics.csv").write_text("step,val_loss\n1,2.5\n")
     plot_curves(tmp_path, {"best_val_loss": 2.5, "best_step": 1})
     (losses, _) = drawn[0].axes
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["validation", "best 2.5000"]
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == [
+        "validation",
+        "best 2.5000",
+    ]
     assert not losses.texts
 
 
@@ -282,15 +332,21 @@ def test_the_summary_is_written_as_json(tmp_path):
     assert run_dir.completed_summary(tmp_path, 99, 100) is None
     run_dir.write_failure(tmp_path, "lost")
     assert run_dir.completed_summary(tmp_path, 100, 100) is None
-    run_dir.truncate_logs(tmp_path, 50)  # as a run does that resumes: a crash must not leave the old status
+    run_dir.truncate_logs(
+        tmp_path, 50
+    )  # as a run does that resumes: a crash must not leave the old status
     assert not (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_a_bar_on_a_terminal_and_a_line_per_validation_elsewhere(tmp_path, monkeypatch, capsys, terminal):
+def test_progress_is_a_bar_on_a_terminal_and_a_line_per_validation_elsewhere(
+    tmp_path, monkeypatch, capsys, terminal
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     progress = Progress(20, tmp_path, step=5)  # of a run that resumed
-    progress.bar.mininterval = progress.bar.delay = 0  # seconds between two drawings, and before the first
+    progress.bar.mininterval = progress.bar.delay = (
+        0  # seconds between two drawings, and before the first
+    )
     progress.log({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
     progress.log_validation(3, 7)
     drawn = capsys.readouterr().err

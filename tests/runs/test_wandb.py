@@ -25,18 +25,28 @@ from minigpt.runs.wandb_logger import sync_command, wandb_logger
 from minigpt.sweeps.report import publish
 from minigpt.utils.signals import Interrupted
 
-UNKNOWN = ("save_dir", "dir", "settings")  # of Lightning's logger, and of wandb.init, that the run sets
+UNKNOWN = (
+    "save_dir",
+    "dir",
+    "settings",
+)  # of Lightning's logger, and of wandb.init, that the run sets
 
 
 @pytest.fixture
 def logged_out(monkeypatch, tmp_path):
     """No settings of W&B but those of a test, in a folder of its own."""
     # WANDB_SERVICE is of the client's process, which a test may end.
-    for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
+    for name in [
+        name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    for name in ("DISABLE_GIT=true", "X_SAVE_REQUIREMENTS=false", "X_DISABLE_META=true"):  # 0.3 s per run
+    for name in (
+        "DISABLE_GIT=true",
+        "X_SAVE_REQUIREMENTS=false",
+        "X_DISABLE_META=true",
+    ):  # 0.3 s per run
         monkeypatch.setenv(*f"WANDB_{name}".split("="))
     monkeypatch.chdir(tmp_path)
     wandb.teardown()  # the client has read the variables that were
@@ -46,7 +56,7 @@ def logged_out(monkeypatch, tmp_path):
 
 def end(monkeypatch, how):
     """End runs at their 13th step."""
-    hook = "minigpt.language_model.LanguageModel.on_train_batch_start"
+    hook = "minigpt.training.language_model.LanguageModel.on_train_batch_start"
     monkeypatch.setattr(hook, lambda module, batch, batch_idx: how() if batch_idx == 12 else None)
 
 
@@ -55,7 +65,9 @@ def contents(records, kind):
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(train, tmp_path, capfd, monkeypatch):
+def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(
+    train, tmp_path, capfd, monkeypatch
+):
     end(monkeypatch, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train("logger=wandb", "callbacks.samples.max_new_tokens=20")
@@ -63,12 +75,24 @@ def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(tra
     assert output.endswith("wandb sync run/wandb")
     records = wandb_records(tmp_path / "run")
     (metric,) = contents(records, "metric")
-    assert (metric["glob_name"], metric["step_metric"]) == ("*", "trainer/global_step")  # the x axis of every curve
+    assert (metric["glob_name"], metric["step_metric"]) == (
+        "*",
+        "trainer/global_step",
+    )  # the x axis of every curve
     history = [row["item"] for row in contents(records, "history")]
     metrics = rows(tmp_path / "run")
-    for name in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "grad_norm", "tokens"):
+    for name in (
+        "train_loss",
+        "val_loss",
+        "val_bits_per_byte",
+        "learning_rate",
+        "grad_norm",
+        "tokens",
+    ):
         curve = {row["trainer/global_step"]: row[name] for row in history if name in row}
-        assert curve == {int(row["step"]): pytest.approx(float(row[name])) for row in metrics if row[name]}
+        assert curve == {
+            int(row["step"]): pytest.approx(float(row[name])) for row in metrics if row[name]
+        }
     ((_, text),) = read_samples(tmp_path / "run")
     (sample,) = tmp_path.glob("run/wandb/latest-run/files/media/html/samples_*.html")
     assert escape(text) in sample.read_text(encoding="utf-8")
@@ -81,13 +105,17 @@ def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(tra
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_overlap(train, tmp_path, monkeypatch):
+def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_overlap(
+    train, tmp_path, monkeypatch
+):
     end(monkeypatch, lambda: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(Interrupted):
         train("logger=wandb")
     time.sleep(1.1)  # the names of parts have seconds
     train("logger=wandb", "resume=auto")
-    names = sorted(file.name.rpartition("-")[2] for file in (tmp_path / "run/wandb").glob("offline-run-*"))
+    names = sorted(
+        file.name.rpartition("-")[2] for file in (tmp_path / "run/wandb").glob("offline-run-*")
+    )
     assert (len(names), len(set(names))) == (2, 1)
     first, second = (wandb_records(tmp_path / "run", part) for part in (0, 1))
     rows = [row["item"] for row in contents(first + second, "history")]
@@ -99,7 +127,9 @@ def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_over
 def logger_of(folder, *options):
     """Return the logger of a run with these options."""
     given = (option.replace("wandb.", "logger.wandb.", 1) for option in options)
-    (logger,) = instantiate_group("logger", composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger)
+    (logger,) = instantiate_group(
+        "logger", composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger
+    )
     return logger
 
 
@@ -113,13 +143,29 @@ def start_and_finish(folder, *options):
 @pytest.mark.usefixtures("logged_out")
 def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")  # which the command line overrides
-    more = ["wandb.project=p", "wandb.entity=e", "wandb.group=g", "wandb.tags=[t]", "wandb.name=n", "wandb.timeout=20"]
-    for given in ([*more, "+wandb.id=fox-run-1", "+wandb.resume=must"], []):  # the id is that of the folder
+    more = [
+        "wandb.project=p",
+        "wandb.entity=e",
+        "wandb.group=g",
+        "wandb.tags=[t]",
+        "wandb.name=n",
+        "wandb.timeout=20",
+    ]
+    for given in (
+        [*more, "+wandb.id=fox-run-1", "+wandb.resume=must"],
+        [],
+    ):  # the id is that of the folder
         logger = logger_of(os.path.relpath(tmp_path), "+wandb.mode=offline", *given)
         found = logger.experiment.settings
-        assert (found.run_id, found.resume, found.mode) == ("fox-run-1", "must" if given else "allow", "offline")
+        assert (found.run_id, found.resume, found.mode) == (
+            "fox-run-1",
+            "must" if given else "allow",
+            "offline",
+        )
         names = found.project, found.entity, found.run_group, found.run_tags, found.run_name
-        assert names == (("p", "e", "g", ("t",), "n") if given else ("minigpt", None, None, None, tmp_path.name))
+        assert names == (
+            ("p", "e", "g", ("t",), "n") if given else ("minigpt", None, None, None, tmp_path.name)
+        )
         waits = found.init_timeout, found.login_timeout, found.finish_timeout
         assert waits == pytest.approx((6, 6, 20) if given else (3, 3, 10))
         logger.finish({})
@@ -131,8 +177,14 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        *((f"+wandb.{name}=x", rf"logger\.wandb\.{name} is not an option; it takes .*, tags.*") for name in UNKNOWN),
-        ("+wandb.mode=off", r"logger\.wandb\.mode or WANDB_MODE must be one of online, offline, disabled, .*, got off"),
+        *(
+            (f"+wandb.{name}=x", rf"logger\.wandb\.{name} is not an option; it takes .*, tags.*")
+            for name in UNKNOWN
+        ),
+        (
+            "+wandb.mode=off",
+            r"logger\.wandb\.mode or WANDB_MODE must be one of online, offline, disabled, .*, got off",
+        ),
         ("+wandb.mode=offline +wandb.resume=x", "Weights & Biases cannot start: [^\n]*$"),
     ],
 )
@@ -146,26 +198,72 @@ def test_an_option_that_cannot_be_honored_is_refused_in_one_line(tmp_path, wrong
 def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path, monkeypatch):
     def names(folder, *options):
         found = start_and_finish(tmp_path / folder, *options)
-        labels = found.run_name, found.project, found.entity, found.run_group, found.run_job_type, found.run_notes
+        labels = (
+            found.run_name,
+            found.project,
+            found.entity,
+            found.run_group,
+            found.run_job_type,
+            found.run_notes,
+        )
         return *labels, found.run_tags, found.run_id
 
-    for name in ("MODE", "PROJECT", "NAME", "TAGS", "RUN_ID", "BASE_URL", "SILENT", "RUN_GROUP"):  # count as not set
+    for name in (
+        "MODE",
+        "PROJECT",
+        "NAME",
+        "TAGS",
+        "RUN_ID",
+        "BASE_URL",
+        "SILENT",
+        "RUN_GROUP",
+    ):  # count as not set
         monkeypatch.setenv(f"WANDB_{name}", "")
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb/settings").write_text("[default]\nproject = of-file\nentity = of-file\n")  # of `wandb init`
+    (tmp_path / "wandb/settings").write_text(
+        "[default]\nproject = of-file\nentity = of-file\n"
+    )  # of `wandb init`
     assert names("file")[:-1] == ("file", "of-file", "of-file", None, None, None, None)
-    variables = {"NAME": "n", "PROJECT": "p", "ENTITY": "e", "RUN_GROUP": "g", "JOB_TYPE": "j", "NOTES": "o"}
-    for name, value in (variables | {"TAGS": "a,b", "RUN_ID": "fox"}).items():  # though the client runs
+    variables = {
+        "NAME": "n",
+        "PROJECT": "p",
+        "ENTITY": "e",
+        "RUN_GROUP": "g",
+        "JOB_TYPE": "j",
+        "NOTES": "o",
+    }
+    for name, value in (
+        variables | {"TAGS": "a,b", "RUN_ID": "fox"}
+    ).items():  # though the client runs
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert names("variables") == ("n", "p", "e", "g", "j", "o", ("a", "b"), "fox")
     (record,) = contents(wandb_records(tmp_path / "variables"), "run")
-    written = {"display_name": "n", "project": "p", "entity": "e", "run_group": "g", "job_type": "j", "notes": "o"}
+    written = {
+        "display_name": "n",
+        "project": "p",
+        "entity": "e",
+        "run_group": "g",
+        "job_type": "j",
+        "notes": "o",
+    }
     assert written | {"tags": ["a", "b"], "run_id": "fox"} == {
         name: record[name] for name in [*written, "tags", "run_id"]
     }
     given = "wandb.name=N wandb.project=P wandb.entity=E wandb.group=G +wandb.job_type=J +wandb.notes=O wandb.tags=[c]"
-    assert names("line", *given.split(), "+wandb.id=3") == ("N", "P", "E", "G", "J", "O", ("c",), "3")
-    assert names("line", "wandb.tags=[]")[6:] == ((), "fox")  # the id of the variable, not that of the folder
+    assert names("line", *given.split(), "+wandb.id=3") == (
+        "N",
+        "P",
+        "E",
+        "G",
+        "J",
+        "O",
+        ("c",),
+        "3",
+    )
+    assert names("line", "wandb.tags=[]")[6:] == (
+        (),
+        "fox",
+    )  # the id of the variable, not that of the folder
 
     other = {"RESUME": "must", "CONSOLE": "wrap", "SILENT": "false", "HOST": "h"}
     ignored = {"DIR": str(tmp_path / "elsewhere"), "USE_DOT_WANDB": "true", "INIT_TIMEOUT": "99"}
@@ -180,14 +278,18 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
 @pytest.mark.usefixtures("logged_out")
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 @pytest.mark.parametrize("source", ["file", "variable"])
-def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(tmp_path, monkeypatch, mode, source):
+def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(
+    tmp_path, monkeypatch, mode, source
+):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         (tmp_path / "wandb").mkdir()
         if source == "file":  # as `wandb offline` and `wandb disabled` write it
-            (tmp_path / "wandb/settings").write_text(f"[default]\nmode = {mode}\n", encoding="utf-8")
+            (tmp_path / "wandb/settings").write_text(
+                f"[default]\nmode = {mode}\n", encoding="utf-8"
+            )
         else:
             monkeypatch.setenv("WANDB_MODE", mode)
         logger = wandb_logger(tmp_path / "run", timeout=10)
@@ -201,7 +303,9 @@ def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(tmp_pat
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_settings(train, tmp_path, monkeypatch):
+def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_settings(
+    train, tmp_path, monkeypatch
+):
     monkeypatch.setenv("WANDB_RUN_ID", "users")  # taken, then
     variables = {name for name in os.environ if name.startswith("WANDB_")}
     mine = wandb.init(mode="offline", dir=tmp_path, project="mine", name="mine", config={"rate": 7})
@@ -216,7 +320,9 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
         assert wandb.run is mine
     noted = composed("logger=wandb", r"+logger.wandb.notes='of \${seed}'")
     publish(tmp_path / "sweep", ["Fox wins."], noted.logger.wandb)
-    assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {"WANDB_SERVICE"}
+    assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {
+        "WANDB_SERVICE"
+    }
     wandb.log({"after": 2})
     mine.finish()
 
@@ -276,7 +382,14 @@ def test_the_id_of_a_run_belongs_to_one_folder(tmp_path):
     assert copied != first
     assert [start("runs/copy"), start("runs/a")] == [copied, first]
     # A copy uploads its own parts only.
-    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(tmp_path / "runs/copy/wandb")]
+    command = [
+        sys.executable,
+        "-m",
+        "wandb",
+        "sync",
+        "--dry-run",
+        str(tmp_path / "runs/copy/wandb"),
+    ]
     output = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
     assert (output.count(f"run-{copied}"), output.count("fox")) == (2, 0)
 
@@ -320,8 +433,12 @@ def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):
             folder.mkdir(parents=True)
             (folder / "run-abc.wandb").touch()
     for parts in (2, 6):
-        command = sync_command(sweep).replace("wandb sync", f"{sys.executable} -m wandb sync --dry-run")
-        output = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, encoding="utf-8", check=True)
+        command = sync_command(sweep).replace(
+            "wandb sync", f"{sys.executable} -m wandb sync --dry-run"
+        )
+        output = subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
+        )
         assert output.stderr.count("offline-run-") == parts
         (sweep / "sweep.json").touch()
 

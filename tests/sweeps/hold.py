@@ -16,7 +16,11 @@ class Hold(Callback):
     def on_train_batch_end(self, trainer, *_):
         run = Path(trainer.default_root_dir)
         hold, held = run.parents[1] / "hold", run.parents[1] / "held"
-        if trainer.global_step >= 12 and hold.exists() and hold.read_text(encoding="utf-8") == run.name:
+        if (
+            trainer.global_step >= 12
+            and hold.exists()
+            and hold.read_text(encoding="utf-8") == run.name
+        ):
             (shutdown,) = (each for each in trainer.callbacks if isinstance(each, GracefulShutdown))  # type: ignore[attr-defined]
             with atomic_write(held) as partial:
                 partial.write_text(str(os.getpid()), encoding="utf-8")

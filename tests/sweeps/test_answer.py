@@ -17,7 +17,9 @@ NOISE = 0.01
 GRID = {"model.n_embd": ("64", "128", "256"), "model.n_head": ("2", "4", "8")}
 
 
-def sweep(loss, axes=GRID, *, seeds="123", noise=NOISE, rng=0, folder=Path("sweep"), flops=lambda *_: 0.0):
+def sweep(
+    loss, axes=GRID, *, seeds="123", noise=NOISE, rng=0, folder=Path("sweep"), flops=lambda *_: 0.0
+):
     """Points of a grid; `loss` and `flops` are functions of the values as numbers."""
     normal, points = np.random.default_rng(rng).normal, []
     for values in itertools.product(*axes.values()):
@@ -25,9 +27,15 @@ def sweep(loss, axes=GRID, *, seeds="123", noise=NOISE, rng=0, folder=Path("swee
         for seed in seeds:
             found = loss(*numbers) + noise * normal()
             overrides = {**dict(zip(axes, values, strict=True)), "seed": seed}
-            totals = {"best_val_loss": found, "best_val_bits_per_byte": found, "flops": flops(*numbers)}
+            totals = {
+                "best_val_loss": found,
+                "best_val_bits_per_byte": found,
+                "flops": flops(*numbers),
+            }
             curve = [(t, found + (1 - t / 300)) for t in (100, 200, 300)]
-            points.append(Point(folder / str(len(points)), overrides, "completed", totals=totals, curve=curve))
+            points.append(
+                Point(folder / str(len(points)), overrides, "completed", totals=totals, curve=curve)
+            )
     return points
 
 
@@ -41,10 +49,13 @@ def by_width(width, heads):
 
 def test_a_setting_matters_or_does_not():
     text = told(sweep(by_width))
-    found = re.search(r"n_embd matters: 256 is better than 128 by ([\d.]+) ± [\d.]+ on average", text)
+    found = re.search(
+        r"n_embd matters: 256 is better than 128 by ([\d.]+) ± [\d.]+ on average", text
+    )
     assert float(found[1]) == pytest.approx(0.1, abs=0.02)
     (bound,) = re.findall(
-        r"No effect of n_head is found: 2, 4 and 8 differ by less than (0\.\d+) on average; more", text
+        r"No effect of n_head is found: 2, 4 and 8 differ by less than (0\.\d+) on average; more",
+        text,
     )
     assert float(bound) < 0.04
     assert " but at " not in text
@@ -53,17 +64,22 @@ def test_a_setting_matters_or_does_not():
 def test_an_effect_that_depends_on_other_settings_has_exceptions():
     crossed = told(sweep(lambda width, heads: 2 + 0.1 * abs((width > 100) - (heads > 3))))
     assert re.search(
-        r"n_head matters: [48] is better than 2 by .* on average; but at n_embd=64, [48] is worse", crossed
+        r"n_head matters: [48] is better than 2 by .* on average; but at n_embd=64, [48] is worse",
+        crossed,
     )
     part = told(sweep(lambda width, heads: by_width(width, 0) + 0.06 * ((width, heads) == (64, 8))))
-    assert re.search(r"n_head matters: [24] is better than 8 by 0\.0\d+ ± 0\.0\d+ on average\.", part)
+    assert re.search(
+        r"n_head matters: [24] is better than 8 by 0\.0\d+ ± 0\.0\d+ on average\.", part
+    )
 
 
 def test_the_best_row_and_what_is_tied_with_it():
     text = told(sweep(by_width, flops=lambda *_: 1e9))
     best = r"(?:1\.99|2\.00)\d\d nats per token: n_embd=256, n_head=\d \(3 seeds\)\."
     assert re.search(rf"The lowest mean loss is {best}", text)
-    assert "6 of the 8 other rows are worse; the differences of the rest are within the noise." in text
+    assert (
+        "6 of the 8 other rows are worse; the differences of the rest are within the noise." in text
+    )
     text = told(sweep(lambda *_: 2.0, flops=lambda width, heads: width * heads))
     expected = r"of the other rows are within the noise; n_embd=64, n_head=2 is one with \d+ % of the FLOPs\."
     assert re.search(expected, text)
@@ -79,21 +95,36 @@ def test_the_best_value_is_at_the_edge_or_on_a_plateau():
     plateau = told(sweep(lambda width, heads: 2 + 0.1 * (width == 64)))
     assert "n_embd matters: " in plateau
     assert "may lie beyond" not in plateau
-    for name, values in (("model.dropout", ("0", "0.1", "0.2")), ("model.n_layer", ("1", "2", "3"))):
-        assert "may lie beyond" not in told(sweep(lambda value: 2 + value, {name: values}))  # there is no smaller one
+    for name, values in (
+        ("model.dropout", ("0", "0.1", "0.2")),
+        ("model.n_layer", ("1", "2", "3")),
+    ):
+        assert "may lie beyond" not in told(
+            sweep(lambda value: 2 + value, {name: values})
+        )  # there is no smaller one
 
 
 def test_a_larger_value_that_ran_and_failed_or_diverged_is_not_beyond():
     points = sweep(lambda rate: 2 - rate, {"optimizer.lr": ("0.1", "0.2", "0.4", "0.8")})
     assert re.search("0.8 is better than 0.4 .* may lie beyond", told(points))
-    for change in ({"status": "failed", "totals": {}}, {"diverged": True, "totals": {"best_val_loss": 9.0}}):
-        text = told([replace(point, **change) if "0.8" in point.written.values() else point for point in points])
+    for change in (
+        {"status": "failed", "totals": {}},
+        {"diverged": True, "totals": {"best_val_loss": 9.0}},
+    ):
+        text = told(
+            [
+                replace(point, **change) if "0.8" in point.written.values() else point
+                for point in points
+            ]
+        )
         assert "0.4 is better than 0.2" in text
         assert "may lie beyond" not in text
 
 
 def test_what_is_within_the_noise():
-    (least,) = re.findall(r"Differences from the best row below (0\.\d+) are within the noise", told(sweep(by_width)))
+    (least,) = re.findall(
+        r"Differences from the best row below (0\.\d+) are within the noise", told(sweep(by_width))
+    )
     assert 4 * NOISE / 3**0.5 < float(least) < 10 * NOISE / 3**0.5
     assert "With fewer than 3 seeds of a row" in told(sweep(by_width, seeds="12"))
 
@@ -102,8 +133,13 @@ def falling(curves):
     """What is said of rows with these validation losses after 100, 200 and 300 tokens."""
     points = sweep(lambda lr: 0.0, {"lr": curves})
     for i, point in enumerate(points):
-        curve = [(t, loss + i % 3 * 1e-3) for t, loss in zip((100, 200, 300), curves[point.written["lr"]], strict=True)]
-        points[i] = replace(point, curve=curve, totals={"best_val_loss": min(loss for _, loss in curve)})
+        curve = [
+            (t, loss + i % 3 * 1e-3)
+            for t, loss in zip((100, 200, 300), curves[point.written["lr"]], strict=True)
+        ]
+        points[i] = replace(
+            point, curve=curve, totals={"best_val_loss": min(loss for _, loss in curve)}
+        )
     return told(points)
 
 
@@ -127,9 +163,17 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path):
     assert "matters" not in text
     ((runs, command),) = re.findall(r"Add two seeds to the best rows \((\d+) runs\): (.*)", text)
     words = shlex.split(command)
-    assert {"-m", "max_steps=300", "seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {*words}
-    given = {name: values.split(",") for name, _, values in (word.partition("=") for word in words) if name in GRID}
-    assert all(value in given[name] for name, value in ranked(points)[0].overrides.items() if name in GRID)
+    assert {"-m", "max_steps=300", "seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {
+        *words
+    }
+    given = {
+        name: values.split(",")
+        for name, _, values in (word.partition("=") for word in words)
+        if name in GRID
+    }
+    assert all(
+        value in given[name] for name, value in ranked(points)[0].overrides.items() if name in GRID
+    )
     rows = len(given["model.n_embd"]) * len(given["model.n_head"])
     assert int(runs) == 2 * rows
     assert 1 <= rows <= 4
@@ -138,7 +182,9 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path):
 def test_what_cannot_be_told_is_said():
     points = sweep(by_width)
     *others, last = points
-    assert told([replace(point, totals={}) for point in points]).startswith("No run has completed with a loss")
+    assert told([replace(point, totals={}) for point in points]).startswith(
+        "No run has completed with a loss"
+    )
     text = told([*others, replace(last, status="failed", totals={})])
     assert "Of 27 runs, 1 failed: rows without all their runs are not compared." in text
     assert "The grid is incomplete" in text
@@ -149,18 +195,30 @@ def test_what_cannot_be_told_is_said():
     assert "1 of 27 runs stopped early: rows may differ" in told([*others, early])
     assert "stopped early" not in told([*others, last])
     assert "1 completed run has no finite loss." in told([*others, replace(last, totals={})])
-    again = [*points, replace(points[0], status="skipped", totals={}, reason="same configuration as another point")]
+    again = [
+        *points,
+        replace(
+            points[0], status="skipped", totals={}, reason="same configuration as another point"
+        ),
+    ]
     assert told(again) == told(points)
-    apart = [point for i, point in enumerate(points) if (i // 3 < 4) == (point.overrides["seed"] == "1")]
+    apart = [
+        point for i, point in enumerate(points) if (i // 3 < 4) == (point.overrides["seed"] == "1")
+    ]
     assert "Too few rows share seeds" in told(apart)
 
 
 def test_losses_on_different_texts_are_not_compared():
-    points, parts = sweep(by_width), ["all 1,000 bytes", "20 of 80 windows of 16 tokens in 1,000 bytes"]
+    points, parts = (
+        sweep(by_width),
+        ["all 1,000 bytes", "20 of 80 windows of 16 tokens in 1,000 bytes"],
+    )
     rows = ranked([replace(point, validated=parts[i % 2]) for i, point in enumerate(points)])
     (sentence,) = answer(rows)
     assert sentence.startswith("The runs were validated on different texts (")
-    assert sentence.endswith("so their losses are not comparable; eval_batches=null validates on the whole split.")
+    assert sentence.endswith(
+        "so their losses are not comparable; eval_batches=null validates on the whole split."
+    )
     assert {row.margin for row in rows} == {None}  # nor is any row tied with another
     assert told([replace(point, validated=parts[1]) for point in points]) == told(points)
 
@@ -174,18 +232,40 @@ def test_a_diverged_row_does_not_hide_the_other_effects():
     text = told(points)
     assert "8e-3 is better than 4e-3" in text
     assert "1 row diverged: not compared." in text
-    spread = {0.001: 4.0, 0.002: 3.8, 0.004: 3.3, 0.008: 3.27, 0.016: 5.5}  # no farther from the others than these are
-    points = [replace(point, diverged=point.written["optimizer.lr"] == "16e-3") for point in sweep(spread.get, axes)]
+    spread = {
+        0.001: 4.0,
+        0.002: 3.8,
+        0.004: 3.3,
+        0.008: 3.27,
+        0.016: 5.5,
+    }  # no farther from the others than these are
+    points = [
+        replace(point, diverged=point.written["optimizer.lr"] == "16e-3")
+        for point in sweep(spread.get, axes)
+    ]
     assert "1 row diverged: not compared." in told(points)
-    close = {0.001: 2.01, 0.002: 2.0, 0.004: 2.005, 0.008: 2.01, 0.016: 2.3}  # less than 20 % above the best
-    assert "diverged" not in told([replace(point, diverged=True) for point in sweep(close.__getitem__, axes)])
+    close = {
+        0.001: 2.01,
+        0.002: 2.0,
+        0.004: 2.005,
+        0.008: 2.01,
+        0.016: 2.3,
+    }  # less than 20 % above the best
+    assert "diverged" not in told(
+        [replace(point, diverged=True) for point in sweep(close.__getitem__, axes)]
+    )
 
 
 def test_rows_are_ranked_as_if_all_had_all_seeds():
     # Seeds 1 and 2 are easier than 3: a row with these two alone has the lowest mean.
     losses = {"2": (1.001, 1.002), "4": (0.95, 0.951, 1.5), "8": (1.2, 1.2015, 1.75)}
     points = [
-        Point(Path(heads, f"{i}"), {"model.n_head": heads, "seed": f"{i}"}, "completed", totals={"best_val_loss": loss})
+        Point(
+            Path(heads, f"{i}"),
+            {"model.n_head": heads, "seed": f"{i}"},
+            "completed",
+            totals={"best_val_loss": loss},
+        )
         for heads, found in losses.items()
         for i, loss in enumerate(found)
     ]

@@ -30,7 +30,9 @@ class Constructed:
         none = kind in ("no effect", "one noisy row")
         effects = [np.zeros(n) if none else size(rng) * rng.normal(size=n) for n in levels]
         self.true = 2 + sum(np.ix_(*effects))
-        self.true = self.true + (size(rng) * rng.normal(size=levels) if kind == "interaction" else np.zeros(levels))
+        self.true = self.true + (
+            size(rng) * rng.normal(size=levels) if kind == "interaction" else np.zeros(levels)
+        )
         noise, odd = np.full(levels, NOISE), tuple(map(rng.integers, levels))
         noise[odd] *= 5 if kind == "one noisy row" else 1
         self.diverged = odd if kind == "diverged rows" else None
@@ -44,8 +46,15 @@ class Constructed:
                 loss = self.true[place] + of_seed[seed] + noise[place] * rng.normal() + apart
                 falls = np.cumsum([0, *abs(rng.normal(size=2))]) * 5 * NOISE
                 losses = loss + (falls if rng.random() < 0.2 else falls[::-1])  # a few overfit
-                known = {"curve": [*zip((100, 200, 300), losses, strict=True)], "totals": {"best_val_loss": loss}}
-                known = {"status": "failed"} if missing else known | {"status": "completed", "diverged": apart > 0}
+                known = {
+                    "curve": [*zip((100, 200, 300), losses, strict=True)],
+                    "totals": {"best_val_loss": loss},
+                }
+                known = (
+                    {"status": "failed"}
+                    if missing
+                    else known | {"status": "completed", "diverged": apart > 0}
+                )
                 values = [values[i] for values, i in zip(self.axes.values(), place, strict=True)]
                 overrides = dict(zip(self.axes, values, strict=True)) | {"seed": f"{seed}"}
                 points.append(Point(Path(f"{len(points)}"), overrides, **known))
@@ -56,7 +65,9 @@ class Constructed:
         """The true mean of the compared rows with some values, such as `n_embd=64, n_head=2`."""
         wanted = set(label.split(", ")) - {""}
         rows = [row for row in self.compared if wanted <= set(row.label().split(", "))]
-        at = [[self.axes[name].index(value) for name, value in row.overrides.items()] for row in rows]
+        at = [
+            [self.axes[name].index(value) for name, value in row.overrides.items()] for row in rows
+        ]
         return np.mean([self.true[tuple(place)] for place in at])
 
     def check(self, sentence):
@@ -67,11 +78,20 @@ class Constructed:
         raise AssertionError(f"a sentence without a check: {sentence}")
 
     def lowest(self, of, loss, label, seeds, rest):
-        best, provisional = self.rows[0], [row for row in self.rows if row.provisional and row.losses]
+        best, provisional = (
+            self.rows[0],
+            [row for row in self.rows if row.provisional and row.losses],
+        )
         assert (best.label(), len(best.losses)) == (label, int(seeds))
         assert (f"{best.loss:.4f}", of == "The") == (loss, not provisional)
         worse = [row for row in self.compared[1:] if not row.tied]
-        numbers = {"The differences": 0, "The difference": 0, "There is": 0, "Too few": 0, "The other": 1}
+        numbers = {
+            "The differences": 0,
+            "The difference": 0,
+            "There is": 0,
+            "Too few": 0,
+            "The other": 1,
+        }
         first, second = rest.split()[:2]
         said = len(self.compared) - 1 if first == "All" else numbers.get(f"{first} {second}", first)
         assert len(worse) == int(said)
@@ -87,10 +107,16 @@ class Constructed:
 
     def at_places(self, name, text):
         differences = [
-            (float(by), float(margin), self.mean(f"{where}, {name}={worse}") - self.mean(f"{where}, {name}={better}"))
+            (
+                float(by),
+                float(margin),
+                self.mean(f"{where}, {name}={worse}") - self.mean(f"{where}, {name}={better}"),
+            )
             for where, worse, better, by, margin in re.findall(PLACE, text)
         ]
-        return len(differences) > 0 and all(abs(true - by) <= margin and true > 0 for by, margin, true in differences)
+        return len(differences) > 0 and all(
+            abs(true - by) <= margin and true > 0 for by, margin, true in differences
+        )
 
     def no_effect(self, name, values, bound):
         means = [self.mean(f"{name}={value}") for value in re.split(", | and ", values)]
@@ -102,7 +128,9 @@ class Constructed:
     def falling(self, label, end, best_end):
         ends = {}
         for row in self.compared:
-            curves = np.array([[loss for _, loss in point.curve] for point in row.points])  # (seeds, 3)
+            curves = np.array(
+                [[loss for _, loss in point.curve] for point in row.points]
+            )  # (seeds, 3)
             ends[row.label()] = np.minimum(curves.min(1), 2 * curves[:, 2] - curves[:, 1]).mean()
         assert (f"{ends[label]:.4f}", f"{ends[self.compared[0].label()]:.4f}") == (end, best_end)
         return ends[label] == min(ends.values())
@@ -127,7 +155,9 @@ class Constructed:
         r"1 row diverged: not compared\.": lambda self: self.diverged is not None,
         r"Of (\d+) runs, (\d+) failed: rows without all their runs are not compared\.": counts,
         r"The grid is incomplete, .*": incomplete,
-        r"With fewer than 3 seeds of a row, .*": lambda self: min(len(row.losses) for row in self.compared) < 3,
+        r"With fewer than 3 seeds of a row, .*": lambda self: (
+            min(len(row.losses) for row in self.compared) < 3
+        ),
     }
 
 

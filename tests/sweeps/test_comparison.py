@@ -19,17 +19,23 @@ def test_two_rows_are_compared_as_by_a_paired_t_test():
     losses = synthetic(np.random.default_rng(0), np.array([0.0, 0.02]), seeds=5)
     difference, margin = compare(losses).against(0)
     expected = stats.ttest_rel(losses[1], losses[0]).confidence_interval(1 - FAMILY_ERROR)
-    assert (difference[1] - margin[1], difference[1] + margin[1]) == pytest.approx(tuple(expected), rel=1e-6)
+    assert (difference[1] - margin[1], difference[1] + margin[1]) == pytest.approx(
+        tuple(expected), rel=1e-6
+    )
     assert (difference[0], margin[0]) == (0, 0)
 
 
 def test_the_interval_of_one_row_is_that_of_a_t_test():
     losses = np.array([[2.0, 2.1, 2.4]])
     low, high = stats.ttest_1samp(losses[0], 0).confidence_interval(0.95)
-    assert (compare(losses).means[0], compare(losses).interval[0]) == pytest.approx((losses.mean(), (high - low) / 2))
+    assert (compare(losses).means[0], compare(losses).interval[0]) == pytest.approx(
+        (losses.mean(), (high - low) / 2)
+    )
 
 
-@pytest.mark.parametrize(("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)])  # rows with all seeds
+@pytest.mark.parametrize(
+    ("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)]
+)  # rows with all seeds
 def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
     rng, found = np.random.default_rng(1), []
     for _ in range(2000):
@@ -42,9 +48,14 @@ def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(o
 
 
 def test_without_an_estimate_of_the_noise_there_is_no_comparison():
-    one_seed, no_common_seed = [[2.0], [2.1]], [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]]
+    one_seed, no_common_seed = (
+        [[2.0], [2.1]],
+        [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]],
+    )
     nothing_left = [[2.0, 2.1], [2.2, np.nan]]
-    assert {compare(np.array(losses)) for losses in (one_seed, no_common_seed, nothing_left)} == {None}
+    assert {compare(np.array(losses)) for losses in (one_seed, no_common_seed, nothing_left)} == {
+        None
+    }
 
 
 def test_a_noisy_row_has_the_interval_of_its_own_noise():

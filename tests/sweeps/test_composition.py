@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from small_runs import CONFIGS
 
 from minigpt.sweeps.composition import compose
-from minigpt.sweeps.settings import hydra_settings
+from minigpt.sweeps.point_settings import hydra_settings
 
 MINE = """# @package _global_
 defaults: [{override /model: baby}]
@@ -80,12 +80,23 @@ def composers(tmp_path_factory):
                 del config["hydra"]
             return config
 
-        yield expected, lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once)[0], master
+        yield (
+            expected,
+            lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once)[
+                0
+            ],
+            master,
+        )
 
 
 def described(node):
     """All of a node of a configuration: its value with its type, its metadata and its flags."""
-    described_node = [type(node), vars(node._metadata), node._get_flag("struct"), node._get_flag("readonly")]
+    described_node = [
+        type(node),
+        vars(node._metadata),
+        node._get_flag("struct"),
+        node._get_flag("readonly"),
+    ]
     if isinstance(node, DictConfig) and isinstance(node._content, dict):
         return [*described_node, [(key, described(node._get_node(key))) for key in node._content]]
     if isinstance(node, ListConfig) and isinstance(node._content, list):

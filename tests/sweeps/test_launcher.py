@@ -15,11 +15,11 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from small_runs import ROOT, composed, one_line, table
 
-from minigpt.run_config import check_run
+from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.launcher import Job, Joblib, Launcher, visible_gpus
+from minigpt.sweeps.point_settings import relevant_settings
 from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, Point, read_plan, read_sweep, refresh
-from minigpt.sweeps.settings import relevant_settings
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
 
@@ -43,7 +43,9 @@ def test_a_sweep_without_standard_streams_writes_the_output_of_its_jobs(tmp_path
     log = tmp_path / "log.txt"
     command = [sys.executable, "-c", JOB_WITHOUT_STREAMS.replace("sys.argv[1]", repr(str(log)))]
     first = 1 if closed == 1 else 0  # only stdout, or all three
-    done = subprocess.run(command, cwd=ROOT, preexec_fn=lambda: os.closerange(first, first + closed))
+    done = subprocess.run(
+        command, cwd=ROOT, preexec_fn=lambda: os.closerange(first, first + closed)
+    )
     assert done.returncode == 0
     assert log.read_text(encoding="utf-8") == "trained\n"
 
@@ -71,9 +73,12 @@ def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, thr
 
 
 @pytest.mark.parametrize(
-    ("given", "threads"), [("4,2", 4), (" 3 , 1", 3), ("", 2), ("0", 2), ("auto", 2), (",4", 2), ("-1", 2)]
+    ("given", "threads"),
+    [("4,2", 4), (" 3 , 1", 3), ("", 2), ("0", 2), ("auto", 2), (",4", 2), ("-1", 2)],
 )
-def test_workers_have_the_first_number_of_omp_num_threads_if_it_has_one(monkeypatch, given, threads):
+def test_workers_have_the_first_number_of_omp_num_threads_if_it_has_one(
+    monkeypatch, given, threads
+):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("loky.cpu_count", lambda: 4)
     joblib = Joblib(n_jobs=2.0, threads=None)
@@ -135,7 +140,9 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
         launcher.launch([[]] * 4, 0)
     assert ended.value.exit_code == 128 + signums[0]
     assert launcher.stops == SENT[sent]  # whether the jobs were killed
-    assert launcher.ended == [(point, "") for point in launcher.submitted]  # resumed later, and not failed
+    assert launcher.ended == [
+        (point, "") for point in launcher.submitted
+    ]  # resumed later, and not failed
     assert len(launcher.submitted) <= 2
 
 
@@ -145,7 +152,9 @@ def test_jobs_print_in_utf_8_whatever_the_encoding_of_the_terminal_is(tmp_path, 
 
     class Printing(TwoJobs):
         def submit(self, job):
-            printed.append(subprocess.check_output([sys.executable, "-c", r"print('\u20bd \udcff', end='')"]))
+            printed.append(
+                subprocess.check_output([sys.executable, "-c", r"print('\u20bd \udcff', end='')"])
+            )
             (done := Future()).set_result(None)
             return done
 
@@ -156,7 +165,9 @@ def test_jobs_print_in_utf_8_whatever_the_encoding_of_the_terminal_is(tmp_path, 
     assert os.environ["PYTHONIOENCODING"] == "cp1252"
 
 
-def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(trained, small, tmp_path):
+def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(
+    trained, small, tmp_path
+):
     folder = tmp_path / "sweep/seed=1337"
     shutil.copytree(trained(), folder)
     config = composed(*small, f"hydra.run.dir='{folder}'", return_hydra_config=True)
@@ -183,9 +194,17 @@ hydra:
   launcher: {n_jobs: 1}
 """,
     "mine/mytrain.yaml": "defaults: [train, _self_]\nseed: 77\nhydra:\n  searchpath: [more]\n",
-    "more/optimizer/adamw.yaml": "_target_: minigpt.optim.adamw\nlr: 0.1\nweight_decay: 0\nbetas: [0.5, 0.75]\n",
+    "more/optimizer/adamw.yaml": "_target_: minigpt.training.optim.adamw\nlr: 0.1\nweight_decay: 0\nbetas: [0.5, 0.75]\n",
 }
-OWN_LINE = ["-cd", "mine", "--config-name", "mytrain", "experiment=fast_cpu", "ema_decay=0.5,0.25", "-m"]
+OWN_LINE = [
+    "-cd",
+    "mine",
+    "--config-name",
+    "mytrain",
+    "experiment=fast_cpu",
+    "ema_decay=0.5,0.25",
+    "-m",
+]
 OWN_LINE += ["max_steps=2", "eval_every=2", "log_every=1", "hydra.sweep.dir=sweep"]
 
 
@@ -202,13 +221,23 @@ def check_jobs_of_own_files(sweep):
     assert [point.status for point in map(refresh, points)] == [COMPLETED] * 2
     for point, ema_decay in zip(points, (0.5, 0.25), strict=True):
         config = OmegaConf.load(point.folder / ".hydra/config.yaml")
-        assert (config.seed, config.optimizer.betas, config.ema_decay) == (77, [0.5, 0.75], ema_decay)
+        assert (config.seed, config.optimizer.betas, config.ema_decay) == (
+            77,
+            [0.5, 0.75],
+            ema_decay,
+        )
         recorded, composed = point.settings, relevant_settings(config)
         assert recorded.keys() == composed.keys()
-        assert all(repr(recorded[key]) == repr(value) or "${" in str(value) for key, value in composed.items())
-        assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {"0.25"}
+        assert all(
+            repr(recorded[key]) == repr(value) or "${" in str(value)
+            for key, value in composed.items()
+        )
+        assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {
+            "0.25"
+        }
         assert (
-            "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text(encoding="utf-8") or ema_decay == 0.25
+            "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text(encoding="utf-8")
+            or ema_decay == 0.25
         )
 
 
@@ -219,7 +248,10 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
 
     def run(self, job):
         file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(file.read_text(encoding="utf-8").replace("0.25", "0.125") + "seed: 5\n", encoding="utf-8")
+        file.write_text(
+            file.read_text(encoding="utf-8").replace("0.25", "0.125") + "seed: 5\n",
+            encoding="utf-8",
+        )
         jobs.append(pickle.loads(pickle.dumps(job)))
         jobs[-1]()
         assert "RATE" not in os.environ
@@ -264,36 +296,61 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
 def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
     if launcher == "basic":  # which has no n_jobs
         file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(file.read_text(encoding="utf-8").replace("  launcher: {n_jobs: 1}\n", ""), encoding="utf-8")
+        file.write_text(
+            file.read_text(encoding="utf-8").replace("  launcher: {n_jobs: 1}\n", ""),
+            encoding="utf-8",
+        )
     swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
     check_jobs_of_own_files(tmp_path / "sweep")
 
 
 @pytest.mark.usefixtures("own_files")
-def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_points_alone(call, tmp_path):
+def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_points_alone(
+    call, tmp_path
+):
     (tmp_path / "mine/experiment/other.yaml").write_text("# @package _global_\nmax_steps: 2\n")
-    swept = call("train.py", "--config-dir=mine", "experiment=fast_cpu,other", "model.n_head=3", "-m")
-    assert "hydra.launcher.n_jobs must be the same at all points of a sweep; set it on the comman" in one_line(swept)
+    swept = call(
+        "train.py", "--config-dir=mine", "experiment=fast_cpu,other", "model.n_head=3", "-m"
+    )
+    assert (
+        "hydra.launcher.n_jobs must be the same at all points of a sweep; set it on the comman"
+        in one_line(swept)
+    )
 
 
 @pytest.mark.slow
 def test_runs_on_one_and_two_devices_in_one_worker_have_a_port_each(launch, tmp_path):
-    swept = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1,2", "hydra.launcher.n_jobs=1"]
+    swept = [
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=1,2",
+        "hydra.launcher.n_jobs=1",
+    ]
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         env = {"MASTER_PORT": str(taken.getsockname()[1])}
-        result = launch("train.py", *swept, "max_steps=4", "hydra.mode=MULTIRUN", cwd=tmp_path, env=env)
+        result = launch(
+            "train.py", *swept, "max_steps=4", "hydra.mode=MULTIRUN", cwd=tmp_path, env=env
+        )
     assert result.returncode == 0, result.stderr
     runs = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert [read_summary(run.folder)["world_size"] for run in runs] == [1, 2]
-    assert "ignored" not in (runs[1].folder / "log.txt").read_text(encoding="utf-8")  # variables of the first run
+    assert "ignored" not in (runs[1].folder / "log.txt").read_text(
+        encoding="utf-8"
+    )  # variables of the first run
     assert runs[0].loss(NATS) == pytest.approx(runs[1].loss(NATS))
 
 
 def test_the_basic_launcher_refuses_several_devices(call):
-    swept = ["hydra/launcher=basic", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "seed=1,2"]
+    swept = [
+        "hydra/launcher=basic",
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "seed=1,2",
+    ]
     result = call("train.py", *swept, "hydra.mode=MULTIRUN")
     assert "failed: trainer.devices must be 1 with hydra/launcher=basic, got 2; " in result.stdout
     assert result.returncode == 1
@@ -306,7 +363,13 @@ def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_poin
     launch, text, tmp_path
 ):
     shutil.copy(text, tmp_path / "été.txt")
-    devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
+    devices = [
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "max_steps=4",
+        "eval_every=2",
+    ]
     devices += ["--config-dir=mine", "-cn", "mytrain", "experiment=fast_cpu"]
     devices += ["log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", "data.path=été.txt"]
     swept = launch("train.py", *devices, cwd=tmp_path, env={"PYTHONIOENCODING": "cp1252"})
@@ -316,7 +379,11 @@ def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_poin
     ran, skipped = read_sweep(sweep)
     assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
     printed = (ran.folder / "log.txt").read_text(encoding="utf-8")
-    assert (printed.count("step 4/4"), printed.count("rerun"), printed.count("été.txt")) == (1, 0, 1)
+    assert (printed.count("step 4/4"), printed.count("rerun"), printed.count("été.txt")) == (
+        1,
+        0,
+        1,
+    )
     config = OmegaConf.load(ran.folder / ".hydra/config.yaml")
     assert (config.seed, config.optimizer.betas) == (77, [0.5, 0.75])
     assert {row["learning_rate"] for row in table(ran.folder / "metrics.csv")} - {""} == {"0.25"}
@@ -329,12 +396,25 @@ def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_poin
 def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_path):
     (tmp_path / "mine/schedule").mkdir(parents=True)
     (tmp_path / "mine/schedule/short.yaml").write_text("defaults: [cosine]\nwarmup_steps: 1\n")
-    search = ["hydra.mode=MULTIRUN", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=1e-3,1e30"]
-    search += ["hydra/launcher=submitit_local", "max_steps=10", "schedule=short", "--config-dir=mine"]
+    search = [
+        "hydra.mode=MULTIRUN",
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "optimizer.lr=1e-3,1e30",
+    ]
+    search += [
+        "hydra/launcher=submitit_local",
+        "max_steps=10",
+        "schedule=short",
+        "--config-dir=mine",
+    ]
     swept = launch("train.py", *search, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
-    assert (lines[0], lines[-1]) == ("2 of 2 to run", "error: 1 of 2 runs failed; the table has the reasons")
+    assert (lines[0], lines[-1]) == (
+        "2 of 2 to run",
+        "error: 1 of 2 runs failed; the table has the reasons",
+    )
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
     assert (points["0.001"].status, points["1e+30"].status) == (COMPLETED, "failed")
@@ -345,7 +425,13 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_pat
 def test_the_sweep_file_of_weights_and_biases_has_valid_settings_and_the_metric_of_a_run(finished):
     file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text(encoding="utf-8"))
     *start, arguments = file["command"]
-    assert (start[:5], arguments) == (["${env}", "${interpreter}", "-m", "minigpt", "train"], "${args_no_hyphens}")
-    values = {name: of["values"][0] if "values" in of else of["max"] for name, of in file["parameters"].items()}
+    assert (start[:5], arguments) == (
+        ["${env}", "${interpreter}", "-m", "minigpt", "train"],
+        "${args_no_hyphens}",
+    )
+    values = {
+        name: of["values"][0] if "values" in of else of["max"]
+        for name, of in file["parameters"].items()
+    }
     check_run(composed(*start[5:], *(f"{name}={value}" for name, value in values.items())))
     assert file["metric"]["name"] in finished.summary

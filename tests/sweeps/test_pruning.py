@@ -33,35 +33,62 @@ def names(*rates):
 
 
 def ends(folder):
-    return {point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)}
+    return {
+        point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)
+    }
 
 
-def test_the_best_two_fifths_continue_after_each_rung_and_without_pruning_all_complete(plan, capsys):
+def test_the_best_two_fifths_continue_after_each_rung_and_without_pruning_all_complete(
+    plan, capsys
+):
     sweeper = plan(NINE, *PRUNED, engine=(engine := Engine(crossing)))
-    expected = [(names(*RATES), 5), (names(*RATES[-4:]), 10), (names(*RATES[-2:]), 20), (names(RATES[-1]), 40)]
+    expected = [
+        (names(*RATES), 5),
+        (names(*RATES[-4:]), 10),
+        (names(*RATES[-2:]), 20),
+        (names(RATES[-1]), 40),
+    ]
     assert engine.launches == [dict.fromkeys(points, step) for points, step in expected]
     lines = capsys.readouterr().err.splitlines()
     rungs = [f"rung at step {step} continue" for step in ("5: 4 of 9", "10: 2 of 4", "20: 1 of 2")]
     assert [line for line in lines if "rung" in line] == rungs
-    assert re.fullmatch(r"8 of 9 runs paused; to complete them, .* hydra\.sweeper\.prune=false .*", lines[-1])
+    assert re.fullmatch(
+        r"8 of 9 runs paused; to complete them, .* hydra\.sweeper\.prune=false .*", lines[-1]
+    )
     print_table(ranked(read_sweep(sweeper.folder)))
     out = capsys.readouterr().out
-    assert re.search(r"1 +0\.256 +1\.8000 .* completed .*\n2\* +0\.128 +1\.0000 .* paused at step 20 *\n", out)
-    plan(NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Engine(crossing)))
+    assert re.search(
+        r"1 +0\.256 +1\.8000 .* completed .*\n2\* +0\.128 +1\.0000 .* paused at step 20 *\n", out
+    )
+    plan(
+        NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Engine(crossing))
+    )
     assert rest.launches == [dict.fromkeys(names(*RATES[:-1]), 40)]
     assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
 
 
 def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan):
-    losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
+    losses = {
+        "0.1": (1.0, 5.2),
+        "0.2": (2.0, 2.2),
+        "0.3": (3.0, 3.0),
+    }  # the lowest loss has not the lowest mean
     engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
     plan("optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
     both = {rate: [f"lr={rate},seed={seed}" for seed in (0, 1)] for rate in losses}
-    assert [[*launch] for launch in engine.launches[1:]] == [both["0.2"] + both["0.3"], both["0.2"], both["0.2"]]
+    assert [[*launch] for launch in engine.launches[1:]] == [
+        both["0.2"] + both["0.3"],
+        both["0.2"],
+        both["0.2"],
+    ]
 
 
 def test_a_failed_point_takes_no_place(plan):
-    engine = Engine(lambda settings, step: math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step))
+    engine = Engine(
+        lambda settings, step: (
+            math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step)
+        )
+    )
     with pytest.raises(RunError, match="2 of 9 runs failed"):
         plan(NINE, *PRUNED, engine=engine)
     expected = [names("0.016", "0.032", "0.064"), names("0.032", "0.064"), names("0.064")]
@@ -69,8 +96,12 @@ def test_a_failed_point_takes_no_place(plan):
 
 
 def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan):
-    engine = Engine(lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000)
-    sweeper = plan("tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine)  # a character has two bytes
+    engine = Engine(
+        lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000
+    )
+    sweeper = plan(
+        "tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine
+    )  # a character has two bytes
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
     assert steps == {"tokenizer=byte,max_steps=40": 5, "tokenizer=byte,max_steps=80": 10}
     assert all("char" in name for name in engine.launches[1])
@@ -79,7 +110,10 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan)
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["eval_every=5,9"], "eval_every must let all points validate at the same fractions of max_steps"),
+        (
+            ["eval_every=5,9"],
+            "eval_every must let all points validate at the same fractions of max_steps",
+        ),
         (["minutes=1"], "minutes must be null with hydra.sweeper.prune=true, got 1"),
     ],
 )
@@ -88,7 +122,9 @@ def test_points_that_cannot_be_compared_at_a_rung_are_refused(plan, line, messag
         plan(THREE, *PRUNED, *line)
 
 
-def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_continues_more(plan, tmp_path):
+def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_continues_more(
+    plan, tmp_path
+):
     whole = Engine(crossing)
     expected = ends(plan(THREE, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
     for jobs in range(sum(map(len, whole.launches))):
@@ -98,7 +134,10 @@ def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_contin
         plan(THREE, *PRUNED, "resume=auto", engine=Engine(crossing), folder=folder)
         assert ends(folder) == expected, jobs
     plan(NINE, *PRUNED, "resume=auto", engine=(larger := Engine(crossing)), folder=folder)
-    assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
+    assert [launch.keys() for launch in larger.launches[:2]] == [
+        names(*RATES[3:]),
+        names(*RATES[-4:]),
+    ]
 
 
 def test_points_that_are_added_are_compared_with_all_points_of_the_folder(plan):
@@ -106,8 +145,13 @@ def test_points_that_are_added_are_compared_with_all_points_of_the_folder(plan):
     engine = Engine(lambda settings, step: 5 - slopes[settings["optimizer.lr"]] * step)
     plan("optimizer.lr=0.1,0.2,0.3", *PRUNED, engine=engine)
     engine.launches.clear()
-    plan("optimizer.lr=0.4,0.5", *PRUNED, "resume=auto", engine=engine)  # of five, the best two continue
-    assert engine.launches == [dict.fromkeys(names("0.4", "0.5"), 5), *({"lr=0.5": step} for step in (10, 20, 40))]
+    plan(
+        "optimizer.lr=0.4,0.5", *PRUNED, "resume=auto", engine=engine
+    )  # of five, the best two continue
+    assert engine.launches == [
+        dict.fromkeys(names("0.4", "0.5"), 5),
+        *({"lr=0.5": step} for step in (10, 20, 40)),
+    ]
 
 
 def test_a_seed_that_is_added_continues_by_the_mean_of_its_row(plan):
@@ -129,7 +173,9 @@ def test_a_seed_that_is_added_does_not_wait_for_one_that_stays_behind(plan):
     assert engine.launches[-1] == {"lr=0.2,seed=1": 40}
 
 
-def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_completed_ones(plan):
+def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_completed_ones(
+    plan,
+):
     plan("optimizer.lr=0.1,0.2", "max_steps=40", "eval_every=5", engine=Engine(lambda *_: 1.0))
     plan("optimizer.lr=0.3", *PRUNED, "resume=auto", engine=(later := Engine(lambda *_: 2.0)))
     assert later.launches == [{"lr=0.3": 5}]
@@ -137,7 +183,9 @@ def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_
 
 def test_points_that_are_added_are_refused_where_the_others_have_no_validation_at_their_rungs(plan):
     plan("eval_every=5,9", "max_steps=40")
-    with pytest.raises(UserError, match="eval_every must let all points validate at the same fractions"):
+    with pytest.raises(
+        UserError, match="eval_every must let all points validate at the same fractions"
+    ):
         plan("eval_every=3", *PRUNED[:2], "resume=auto")
 
 
@@ -152,7 +200,9 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     losses = [valley(point.overrides, 5) for point in points]
     for at, point in enumerate(points):
         so_far = sorted(losses[: at // 3 * 3 + 3])
-        assert (point.totals["steps"] > 5) == (so_far.index(losses[at]) < 0.4 * len(so_far)), point.folder.name
+        assert (point.totals["steps"] > 5) == (so_far.index(losses[at]) < 0.4 * len(so_far)), (
+            point.folder.name
+        )
     assert sum(losses[-3:]) < sum(losses[:3])  # the sampler learned, also from points that paused
     expected = ends(tmp_path / "sweep")
     with pytest.raises(KeyboardInterrupt):
@@ -165,7 +215,11 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
 
 def test_a_search_prunes_all_seeds_of_a_trial_by_their_mean_loss(plan):
     rates = ["0.1", "0.2", "0.3"]
-    losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
+    losses = {
+        "0.1": (1.0, 5.2),
+        "0.2": (2.0, 2.2),
+        "0.3": (3.0, 3.0),
+    }  # the lowest loss has not the lowest mean
     search = ["hydra/sweeper=optuna", f"optimizer.lr={','.join(rates)}", "seed=0,1", *PRUNED]
     engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
     sweeper = plan(*search, "hydra.sweeper.batch=3", "hydra.sweeper.n_trials=3", engine=engine)
@@ -183,9 +237,15 @@ def test_a_pruned_run_equals_one_that_did_not_pause(launch, tmp_path, train):
     steps = ["max_steps=56", "eval_every=7", "ema_decay=0.9"]
     done = launch("train.py", *line, "optimizer.lr=1e-4,1e-3,1e-2,2e-2", *steps, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(ends(tmp_path / "sweep").values()) == [("completed", 56), *[("paused", 7)] * 2, ("paused", 14)]
+    assert sorted(ends(tmp_path / "sweep").values()) == [
+        ("completed", 56),
+        *[("paused", 7)] * 2,
+        ("paused", 14),
+    ]
     (best,) = (point for point in read_sweep(tmp_path / "sweep") if point.status == COMPLETED)
     alone = train(f"optimizer.lr={best.overrides['optimizer.lr']}", *steps)
     assert rows(best.folder) == rows(alone.folder)
-    weights, same_weights = (read(folder / LAST)["state_dict"] for folder in (best.folder, alone.folder))
+    weights, same_weights = (
+        read(folder / LAST)["state_dict"] for folder in (best.folder, alone.folder)
+    )
     torch.testing.assert_close(weights, same_weights, rtol=0, atol=0)

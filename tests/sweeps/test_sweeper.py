@@ -33,7 +33,16 @@ from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wa
 from minigpt.extras.search.search import short_text
 from minigpt.runs.run_dir import is_locked, read_summary, write_summary
 from minigpt.sweeps.ranking import ranked
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, Point, read_plan, read_sweep
+from minigpt.sweeps.results import (
+    BITS,
+    COMPLETED,
+    LOSS_NAMES,
+    NATS,
+    SKIPPED,
+    Point,
+    read_plan,
+    read_sweep,
+)
 from minigpt.sweeps.sweeper import SAME, Sweeper, announced
 from minigpt.utils.errors import RunError, UserError
 
@@ -48,7 +57,9 @@ class Engine:
     def __init__(self, loss=lambda *_: 1.0, jobs=999):
         self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
         self.batches: list[Sequence[Sequence[str]]] = []
-        self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
+        self.launches: list[
+            dict[str, int]
+        ] = []  # of each launch, the step at which each job was to end
 
     def launch(self, job_overrides, initial_job_idx):
         self.batches.append(job_overrides)
@@ -61,8 +72,12 @@ class Engine:
             if (killed := self.jobs < 0) and self.damage == 0:
                 raise KeyboardInterrupt
             steps = list(range(every, end + (self.damage == 2 or not killed), every))
-            losses = {step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))}
-            nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)  # per bit per byte
+            losses = {
+                step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))
+            }
+            nats = math.log(2) * (
+                2 if settings.get("tokenizer") == "char" else 1
+            )  # per bit per byte
             lines = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
             (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
             (point.folder / "metrics.csv").write_text(
@@ -72,8 +87,14 @@ class Engine:
             if killed:
                 raise KeyboardInterrupt
             best = min(losses.values(), default=math.inf)
-            status = "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
-            totals = {"steps": max(losses, default=0), LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: best / nats}
+            status = (
+                "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
+            )
+            totals = {
+                "steps": max(losses, default=0),
+                LOSS_NAMES[NATS]: best,
+                LOSS_NAMES[BITS]: best / nats,
+            }
             text = hashlib.sha256(Path(settings["data.path"]).read_bytes()).hexdigest()
             write_summary(point.folder, {"status": status, "corpus_sha256": text, **totals})
             self.on_end(point, "")
@@ -84,10 +105,16 @@ class Engine:
         composed = {}
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             for overrides in itertools.chain(*self.batches):
-                config = compose("train", [*self.config.hydra.overrides.hydra, *overrides], return_hydra_config=True)
+                config = compose(
+                    "train",
+                    [*self.config.hydra.overrides.hydra, *overrides],
+                    return_hydra_config=True,
+                )
                 folder = Path(config.hydra.run.dir)
                 assert (folder / "summary.json").exists()
-                assert folder == Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)  # of Hydra's own launcher
+                assert folder == Path(
+                    config.hydra.sweep.dir, config.hydra.sweep.subdir
+                )  # of Hydra's own launcher
                 with open_dict(config):
                     del config["hydra"]
                 composed[folder.name] = config
@@ -107,7 +134,11 @@ def plan(text, tmp_path, monkeypatch):
 
     def compose_once(sweeper, values):
         line = (os.environ.get("LR"), *sweeper._overrides(values))
-        return composed[line] if line in composed else composed.setdefault(line, compose(sweeper, values))
+        return (
+            composed[line]
+            if line in composed
+            else composed.setdefault(line, compose(sweeper, values))
+        )
 
     monkeypatch.setattr(Sweeper, "compose", compose_once)
 
@@ -120,7 +151,9 @@ def plan(text, tmp_path, monkeypatch):
             config = hydra.compose_config("train", overrides, run_mode=RunMode.MULTIRUN)
             context = HydraContext(config_loader=hydra.config_loader, callbacks=None)
             instantiate = Plugins.instance().instantiate_sweeper
-            sweeper = instantiate(config=config, hydra_context=context, task_function=lambda _: None)
+            sweeper = instantiate(
+                config=config, hydra_context=context, task_function=lambda _: None
+            )
             sweeper.engine = engine or Engine()
             sweeper.engine.config = config
             sweeper.arguments = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
@@ -133,12 +166,17 @@ def plan(text, tmp_path, monkeypatch):
 def singles(sweeper, line):
     """The distinct configurations of the single command lines that a line with values between `|` stands for."""
     axes = [
-        [f"{key}{sep}{value}" for value in values.split("|")] for key, sep, values in (s.partition("=") for s in line)
+        [f"{key}{sep}{value}" for value in values.split("|")]
+        for key, sep, values in (s.partition("=") for s in line)
     ]
     swept = [override.replace("|", ",") for override in line]
     task = [override for override in sweeper.arguments if override not in swept]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return list(dict.fromkeys(plain(compose, "train", [*task, *single]) for single in itertools.product(*axes)))
+        return list(
+            dict.fromkeys(
+                plain(compose, "train", [*task, *single]) for single in itertools.product(*axes)
+            )
+        )
 
 
 def plain(function, *args):
@@ -152,15 +190,32 @@ def plain(function, *args):
 LONG = "a/../b" * 50
 LINES = {
     "lists, dicts and one value": [
-        *("optimizer.betas=[0.9,0.95]|[0.8,0.9]", "model.n_kv_head=1", "callbacks.samples={seed:1}"),
+        *(
+            "optimizer.betas=[0.9,0.95]|[0.8,0.9]",
+            "model.n_kv_head=1",
+            "callbacks.samples={seed:1}",
+        ),
     ],
     "a group and values that it sets or lacks": [
-        *("trainer=cpu|auto", "trainer.gradient_clip_val=null|1", "+trainer.benchmark=true", "tokenizer=char"),
+        *(
+            "trainer=cpu|auto",
+            "trainer.gradient_clip_val=null|1",
+            "+trainer.benchmark=true",
+            "tokenizer=char",
+        ),
     ],
     "strings": [f"data.field='1: the'|1-the|\"it's\"|'x=1,y'|'7'|7|'null'|'[fox]'|{LONG}1|{LONG}2"],
-    "a value after a dict that holds it": ["model={n_embd:64,n_layer:1}|{n_layer:2}", "model.n_embd=32"],
+    "a value after a dict that holds it": [
+        "model={n_embd:64,n_layer:1}|{n_layer:2}",
+        "model.n_embd=32",
+    ],
     "a deleted and an added value": ["~callbacks.samples.seed", "+callbacks.samples.seed=3|4"],
-    "values, of which the last wins": ["seed=1|2", "seed=3|4", "model.dropout=0.1", "++model.dropout=0.3"],
+    "values, of which the last wins": [
+        "seed=1|2",
+        "seed=3|4",
+        "model.dropout=0.1",
+        "++model.dropout=0.3",
+    ],
     "numbers": ["++optimizer.weight_decay=0|0.0|1e-8|1_000"],
     "interpolations": ["model.dropout=${optimizer.weight_decay}|0.2", "experiment=nanogpt_cpu"],
     "a group and dicts of it": ["optimizer=muon", "optimizer={lr:0.01}|{lr:0.02}"],
@@ -179,12 +234,19 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     names = [point.folder.name for point in points]
     assert len(set(names)) == len(names)
     assert all(len(name.encode()) < 200 and re.fullmatch(r"[\w.,=+-]+", name) for name in names)
-    jobs = {name: plain(lambda config: config, config) for name, config in sweeper.engine.by_folder.items()}
+    jobs = {
+        name: plain(lambda config: config, config)
+        for name, config in sweeper.engine.by_folder.items()
+    }
     assert jobs == {
-        point.folder.name: config for point, config in zip(points, expected, strict=True) if point.status != SKIPPED
+        point.folder.name: config
+        for point, config in zip(points, expected, strict=True)
+        if point.status != SKIPPED
     }
     read = read_sweep(sweeper.folder)
-    assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
+    assert len({tuple(point.overrides.items()) for point in read}) == len(
+        read
+    )  # a report separates them, too
 
 
 def test_a_sweep_over_groups_takes_none(plan, tmp_path):
@@ -194,7 +256,9 @@ def test_a_sweep_over_groups_takes_none(plan, tmp_path):
     assert (without.max_steps, with_.max_steps) == (1000, 5)
 
 
-def test_a_large_grid_announces_how_many_points_are_checked_also_when_it_resumes(plan, capsys, tmp_path):
+def test_a_large_grid_announces_how_many_points_are_checked_also_when_it_resumes(
+    plan, capsys, tmp_path
+):
     def announced():
         return [line for line in capsys.readouterr().err.splitlines() if "to check" in line]
 
@@ -213,11 +277,17 @@ def test_how_many_points_are_left_to_check_is_printed_again_and_again(capsys):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_pairs(plan, monkeypatch):
+def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_pairs(
+    plan, monkeypatch
+):
     composed, compared = [], []
     compose, identity = ConfigLoaderImpl.load_sweep_config, Point.identity.fget
-    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *args: composed.append(1) or compose(*args))
-    monkeypatch.setattr(Point, "identity", property(lambda point: compared.append(1) or identity(point)))
+    monkeypatch.setattr(
+        ConfigLoaderImpl, "load_sweep_config", lambda *args: composed.append(1) or compose(*args)
+    )
+    monkeypatch.setattr(
+        Point, "identity", property(lambda point: compared.append(1) or identity(point))
+    )
     line = ["schedule=cosine,linear", "seed=range(1,13)", "model.n_head=2"]
     assert len(plan(*line).points) == 24
     assert len(composed) == 2
@@ -226,10 +296,14 @@ def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_p
 
 def test_a_grid_of_too_many_points_is_refused_before_its_values_are_listed(plan):
     with pytest.raises(
-        UserError, match=r"^hydra\.sweeper\.max_points must be at least 5976000, the points of the grid, "
+        UserError,
+        match=r"^hydra\.sweeper\.max_points must be at least 5976000, the points of the grid, ",
     ):
         plan("seed=range(1,1001)", "model.n_head=range(1,84)", "optimizer.lr=range(1,73)")
-    with pytest.raises(UserError, match=r"got 10000; set it, give fewer values, or search with hydra/sweeper=optuna$"):
+    with pytest.raises(
+        UserError,
+        match=r"got 10000; set it, give fewer values, or search with hydra/sweeper=optuna$",
+    ):
         plan("seed=range(1000000000000)", "model.n_head=2,4")
     assert len(plan("seed=1,2", "model.n_head=2,4", "hydra.sweeper.max_points=4.0").points) == 4
 
@@ -239,14 +313,20 @@ def test_a_setting_whose_values_have_no_effect_is_refused(plan):
         plan("model.n_head=2,4", "model={n_head:8}")
 
 
-def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings_in_their_order(plan, tmp_path):
+def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings_in_their_order(
+    plan, tmp_path
+):
     line = ["seed=1,2", "minutes=1", "model.n_embd=32", "model={n_embd:64}"]
     sweeper, given = plan(*line), plan(*line, "eval_batches=3", folder=tmp_path / "given")
     for (jobs,), expected in ((sweeper.engine.batches, "null"), (given.engine.batches, "3")):
-        assert [[text for text in job if "eval_batches" in text] for job in jobs] == [[f"eval_batches={expected}"]] * 2
+        assert [[text for text in job if "eval_batches" in text] for job in jobs] == [
+            [f"eval_batches={expected}"]
+        ] * 2
     plan(*line, "resume=auto")
     assert "eval_batches=null" not in read_plan(sweeper.folder)[0]  # which was not typed
-    with pytest.raises(UserError, match=r"holds a sweep that differs in model\.n_embd \(64 there, 32 now\); choose"):
+    with pytest.raises(
+        UserError, match=r"holds a sweep that differs in model\.n_embd \(64 there, 32 now\); choose"
+    ):
         plan(*line[:2], *line[:1:-1], "resume=auto")
 
 
@@ -254,13 +334,27 @@ def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hyd
     sweeper = plan("seed=range(2,0,-1)", "schedule=glob(c*)", "callbacks.samples.seed='é',3")
     expected = [*itertools.product("21", ("constant", "cosine"), ("'é'", "3"))]
     assert [(*point.overrides.values(),) for point in sweeper.points] == expected
-    assert sweeper.points[0].folder == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=é"
+    assert (
+        sweeper.points[0].folder
+        == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=é"
+    )
 
 
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(plan):
-    sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2", "seed=1")
-    assert [point.overrides for point in sweeper.points] == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
-    assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {(2, 300)}
+    sweeper = plan(
+        "+sweep=heads_by_width",
+        "model.n_embd=32,64",
+        "model.n_head=3,5",
+        "model.n_head=2",
+        "seed=1",
+    )
+    assert [point.overrides for point in sweeper.points] == [
+        {"model.n_embd": "32"},
+        {"model.n_embd": "64"},
+    ]
+    assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {
+        (2, 300)
+    }
 
 
 def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, capsys):
@@ -269,16 +363,23 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, c
     assert [len(batch) for batch in sweeper.engine.batches] == [1]
     assert (ran.reason, ran.folder.exists()) == ("", True)
     assert "model.block_size + 1 = 16001" in others[0].reason
-    assert all("optimizer=adamv does not exist (did you mean adamw?)" in point.reason for point in others[1:])
+    assert all(
+        "optimizer=adamv does not exist (did you mean adamw?)" in point.reason
+        for point in others[1:]
+    )
     assert capsys.readouterr().err.count("skipped: ") == 3
-    assert [(point.status, point.folder.exists()) for point in read_sweep(sweeper.folder)[1:]] == [(SKIPPED, False)] * 3
+    assert [(point.status, point.folder.exists()) for point in read_sweep(sweeper.folder)[1:]] == [
+        (SKIPPED, False)
+    ] * 3
 
 
 def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(plan, tmp_path):
     first, latest = tmp_path / "first", tmp_path / "latest"
     before = plan("optimizer.lr=0.001,1e-3,0.01", folder=first).points
     assert [point.reason for point in before] == ["", "same configuration as another point", ""]
-    after = plan("optimizer.lr=choice(0.1,1e-2,1e-3)", "logger=tensorboard", "resume=auto", folder=latest)
+    after = plan(
+        "optimizer.lr=choice(0.1,1e-2,1e-3)", "logger=tensorboard", "resume=auto", folder=latest
+    )
     assert [config.optimizer.lr for config in after.engine.configs] == [0.1]  # and nothing else ran
     kept = {(point.identity, point.folder.name) for point in after.points}
     assert {(point.identity, point.folder.name) for point in before if not point.reason} < kept
@@ -291,9 +392,15 @@ def test_a_number_in_another_notation_is_the_same_point(plan):
     assert [point.reason for point in before] == ["", "", SAME]
     assert [point.settings["max_steps"] for point in before] == [1000, 2000, 1000]
     after = plan("max_steps=2000,3000", "data.batch_size=4", "resume=auto")
-    assert [config.max_steps for config in after.engine.configs] == [3000]  # the other point is completed
+    assert [config.max_steps for config in after.engine.configs] == [
+        3000
+    ]  # the other point is completed
     read = read_sweep(after.folder)
-    assert {repr(point.value("max_steps")) for point in read if point.status == COMPLETED} == {"1000", "2000", "3000"}
+    assert {repr(point.value("max_steps")) for point in read if point.status == COMPLETED} == {
+        "1000",
+        "2000",
+        "3000",
+    }
     assert {repr(point.value("data.batch_size")) for point in read} == {"4"}
 
 
@@ -301,10 +408,14 @@ def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):
     plan("model.n_head=2,4", "model.n_embd=32,64")
     further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
     longest_first = [(128, 1337), (128, 1338), (64, 1338)]
-    assert [(config.model.n_embd, config.seed) for config in further.engine.configs] == longest_first
+    assert [
+        (config.model.n_embd, config.seed) for config in further.engine.configs
+    ] == longest_first
     points = [[*point.overrides.values()] for point in read_plan(further.folder)[1]]
     ran_before = [["2", "32"], ["2", "64", "1337"], ["4", "32"], ["4", "64"]]
-    assert sorted(points) == sorted([["2", "128", "1337"], ["2", "128", "1338"], ["2", "64", "1338"], *ran_before])
+    assert sorted(points) == sorted(
+        [["2", "128", "1337"], ["2", "128", "1338"], ["2", "64", "1338"], *ran_before]
+    )
 
 
 def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
@@ -312,16 +423,24 @@ def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
     Path(sweeper.folder, "seed=2/summary.json").unlink()  # to be run again by the same command
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")}
     for arguments, expected in (
-        (["seed=1,2"], "holds a sweep already; resume it with resume=auto, or choose another folder"),
+        (
+            ["seed=1,2"],
+            "holds a sweep already; resume it with resume=auto, or choose another folder",
+        ),
         (["model.n_head=2,4", "resume=auto"], "holds a sweep that differs in model.n_head;"),
-        (["seed=1,2", "max_steps=9", "resume=auto"], "holds a sweep that differs in max_steps (1000 there, 9 now);"),
+        (
+            ["seed=1,2", "max_steps=9", "resume=auto"],
+            "holds a sweep that differs in max_steps (1000 there, 9 now);",
+        ),
     ):
         with pytest.raises(UserError, match=re.escape(expected)):
             plan(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")} == before
 
 
-def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(plan, tmp_path, monkeypatch):
+def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(
+    plan, tmp_path, monkeypatch
+):
     line = ["optimizer.lr='${oc.decode:${oc.env:LR}}'", "resume=auto"]
     monkeypatch.setenv("LR", "0.002")
     plan(*line, "seed=1,2")
@@ -331,13 +450,17 @@ def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(plan,
     (row,) = ranked(read_sweep(sweeper.folder))
     assert [point.value("optimizer.lr") for point in row.points] == [0.002] * 3
     monkeypatch.setenv("LR", "0.2")
-    with pytest.raises(UserError, match=r"sweep that differs in optimizer\.lr \(0\.002 there, 0\.2 now\); choose"):
+    with pytest.raises(
+        UserError, match=r"sweep that differs in optimizer\.lr \(0\.002 there, 0\.2 now\); choose"
+    ):
         plan(*line, "seed=1,2,3,4")
     monkeypatch.setenv("LR", "0.002")
     old = json.loads((plan_file := sweeper.folder / "sweep.json").read_text(encoding="utf-8"))
     old["settings"]["optimizer.lr"] = "${oc.decode:${oc.env:LR}}"  # of an older version
     plan_file.write_text(json.dumps(old), encoding="utf-8")
-    with pytest.raises(UserError, match=r"differs in optimizer\.lr \(\$\{oc\.decode:\S+ there, 0\.002 now"):
+    with pytest.raises(
+        UserError, match=r"differs in optimizer\.lr \(\$\{oc\.decode:\S+ there, 0\.002 now"
+    ):
         plan(*line, "seed=1,2,3,4")
 
 
@@ -347,10 +470,14 @@ def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, mo
     class Watched(Engine):
         def launch(self, job_overrides, initial_job_idx):
             locked.append(is_locked(folder))
-            assert [point.status for point in read_sweep(folder)] == ["waiting"] * 2  # others read it meanwhile
+            assert [point.status for point in read_sweep(folder)] == [
+                "waiting"
+            ] * 2  # others read it meanwhile
             super().launch(job_overrides, initial_job_idx)
 
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda folders: locked.append(is_locked(*folders)))
+    monkeypatch.setattr(
+        "minigpt.sweeps.report.report", lambda folders: locked.append(is_locked(*folders))
+    )
     plan("seed=1,2", engine=Watched())
     with pytest.raises(KeyboardInterrupt):
         plan("seed=1,2,3", "resume=auto", engine=Engine(jobs=0))
@@ -387,20 +514,28 @@ def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
     line = ["seed=1,2", f"data.path={tmp_path}/mine.txt"]
     (tmp_path / "mine.txt").write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
     plan(*line)
-    (tmp_path / "mine.txt").write_text(text.read_text(encoding="utf-8").replace("fox", "cat"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"seed=1 was trained on another text or from other weights; choose another"):
+    (tmp_path / "mine.txt").write_text(
+        text.read_text(encoding="utf-8").replace("fox", "cat"), encoding="utf-8"
+    )
+    with pytest.raises(
+        UserError, match=r"seed=1 was trained on another text or from other weights; choose another"
+    ):
         plan(*line, "resume=auto")
 
 
 def test_the_seed_of_a_run_is_its_own_however_it_was_given(plan, tmp_path):
     plan("model.n_head=2,4", "seed=5")
     sweeper = plan("model.n_head=2,4", "seed=6", "resume=auto")
-    assert [[point.seed for point in row.points] for row in ranked(read_sweep(sweeper.folder))] == [["6", "5"]] * 2
+    assert [[point.seed for point in row.points] for row in ranked(read_sweep(sweeper.folder))] == [
+        ["6", "5"]
+    ] * 2
     (row,) = ranked(read_sweep(plan("++seed=1,2", folder=tmp_path / "added").folder))
     assert [point.seed for point in row.points] == ["1", "2"]
 
 
-def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if_they_resume(plan, tmp_path):
+def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if_they_resume(
+    plan, tmp_path
+):
     def lines(*arguments, jobs=9):
         with contextlib.suppress(KeyboardInterrupt):  # of the job after these
             plan("resume=a,b,c", *arguments, engine=(engine := Engine(jobs=jobs)))
@@ -414,7 +549,9 @@ def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if
     assert [row.overrides for row in rows] == [{"resume": "a"}, {"resume": "b"}, {"resume": "c"}]
 
 
-def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases_to_its_user(plan, tmp_path):
+def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases_to_its_user(
+    plan, tmp_path
+):
     name = "it's a b, c=[$HOME] é"
     sweeper = plan("seed=1,2", "logger=wandb", "logger.wandb.name=same", folder=tmp_path / name)
     config = sweeper.engine.configs[1]
@@ -422,8 +559,17 @@ def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases
     assert sweeper.points[1].folder == tmp_path / name / "seed=2"
 
 
-def test_a_name_that_is_too_long_for_a_file_system_is_cut_at_a_character_and_stays_unique(plan, tmp_path):
-    fields = ["text", "é" * 110, *(f"{'訓練' * 60}{end}" for end in "ab"), "𠀋" * 61 + "e", "e𠀋" * 61, "🎉" * 200]
+def test_a_name_that_is_too_long_for_a_file_system_is_cut_at_a_character_and_stays_unique(
+    plan, tmp_path
+):
+    fields = [
+        "text",
+        "é" * 110,
+        *(f"{'訓練' * 60}{end}" for end in "ab"),
+        "𠀋" * 61 + "e",
+        "e𠀋" * 61,
+        "🎉" * 200,
+    ]
     quoted = ",".join(f"'{field}'" for field in fields)
     line = [f"data.field={quoted}"]
     points = plan(*line).points
@@ -447,14 +593,18 @@ def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
     plan(*line)
     file, long = tmp_path / "sweep/sweep.json", "訓" * 119
     for i, name in enumerate(("field=other,seed=1", "field=other,seed=2")):
-        file.write_text(file.read_text(encoding="utf-8").replace(name, f"{long}{i}"), encoding="utf-8")
+        file.write_text(
+            file.read_text(encoding="utf-8").replace(name, f"{long}{i}"), encoding="utf-8"
+        )
     resumed = plan(*line, "resume=auto")
     assert [config.seed for config in resumed.engine.configs] == [1, 2]
     assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
     assert plan(*line, "resume=auto").engine.launches == []
 
 
-@pytest.mark.parametrize("given", ["WANDB_RUN_ID", "+hydra.job.env_set.WANDB_RUN_ID=fox", "+logger.wandb.id=fox"])
+@pytest.mark.parametrize(
+    "given", ["WANDB_RUN_ID", "+hydra.job.env_set.WANDB_RUN_ID=fox", "+logger.wandb.id=fox"]
+)
 def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monkeypatch, given):
     if given == "WANDB_RUN_ID":
         monkeypatch.setenv(given, "fox")
@@ -468,7 +618,8 @@ def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monk
 @pytest.mark.parametrize("line", ["hydra.sweeper.prune=true", "hydra/sweeper=optuna"])
 def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
     with pytest.raises(
-        UserError, match=r"need one validation text for all points, got all .* bytes of text \w+; all .* bytes of"
+        UserError,
+        match=r"need one validation text for all points, got all .* bytes of text \w+; all .* bytes of",
     ):
         plan(line, "data.val_fraction=0.1,0.3", "eval_every=10")
 
@@ -478,10 +629,17 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     """By nats per token bytes would be best: 1.5 of them less against 1 less of characters that are twice as long."""
 
     def valley(settings, _):
-        miss = abs(math.log10(float(settings["optimizer.lr"])) + 2) + abs(int(settings["model.n_layer"]) - 5) / 4
+        miss = (
+            abs(math.log10(float(settings["optimizer.lr"])) + 2)
+            + abs(int(settings["model.n_layer"]) - 5) / 4
+        )
         return (3 + miss) * {"byte": 1.0, "char": 1.5}[settings["tokenizer"]]
 
-    line = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layer=range(1,9,2)", "tokenizer=byte,char"]
+    line = [
+        "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+        "model.n_layer=range(1,9,2)",
+        "tokenizer=byte,char",
+    ]
     line += ["hydra/sweeper=optuna", "hydra.sweeper.batch=3"]
     sweeper = plan(*line, "hydra.sweeper.n_trials=30", engine=Engine(valley))
     assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
@@ -493,14 +651,24 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
 
 
-LUCKY = {"1": (1.0, 9.0, 5.0), "2": (3.0, 3.5, 4.0), "3": (2.0, 9.0, math.nan), "4": (4.0, 4.0, 4.2)}
+LUCKY = {
+    "1": (1.0, 9.0, 5.0),
+    "2": (3.0, 3.5, 4.0),
+    "3": (2.0, 9.0, math.nan),
+    "4": (4.0, 4.0, 4.2),
+}
 
 
 def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(plan, tmp_path):
     def loss(settings, _):
         return LUCKY[settings["model.n_layer"]][int(settings["seed"])]
 
-    line = ["hydra/sweeper=optuna", "model.n_layer=range(1,5)", "hydra.sweeper.n_trials=4", "resume=auto"]
+    line = [
+        "hydra/sweeper=optuna",
+        "model.n_layer=range(1,5)",
+        "hydra.sweeper.n_trials=4",
+        "resume=auto",
+    ]
     told = []
     tell = optuna.study.Study.tell
 
@@ -515,25 +683,45 @@ def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(p
         plan(*line, "seed=0,1,2", engine=(engine := Engine(loss)))
     assert [len(batch) for batch in engine.batches] == [6, 6]  # two trials of three seeds at a time
     assert {tuple(params) for params, *_ in told} == {("model.n_layer",)}
-    values = {str(params["model.n_layer"] + 1): value for params, value, state in told if state is None}
-    assert values == {name: pytest.approx(mean(LUCKY[name]) / math.log(2)) for name in "124"}  # in bits per byte
-    failed = [params["model.n_layer"] + 1 for params, _, state in told if state == optuna.trial.TrialState.FAIL]
+    values = {
+        str(params["model.n_layer"] + 1): value for params, value, state in told if state is None
+    }
+    assert values == {
+        name: pytest.approx(mean(LUCKY[name]) / math.log(2)) for name in "124"
+    }  # in bits per byte
+    failed = [
+        params["model.n_layer"] + 1
+        for params, _, state in told
+        if state == optuna.trial.TrialState.FAIL
+    ]
     assert failed == [3]
     rows = ranked(read_sweep(tmp_path / "sweep"))
-    assert [(row.overrides["model.n_layer"], row.n_seeds) for row in rows] == [("2", 3), ("4", 3), ("1", 3), ("3", 2)]
+    assert [(row.overrides["model.n_layer"], row.n_seeds) for row in rows] == [
+        ("2", 3),
+        ("4", 3),
+        ("1", 3),
+        ("3", 2),
+    ]
 
 
 def test_an_interrupted_search_with_seeds_resumes_with_the_same_points(plan, tmp_path):
     def loss(settings, _):
         return abs(math.log10(float(settings["optimizer.lr"])) + 2) + int(settings["seed"])
 
-    line = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "seed=1,2", "hydra.sweeper.n_trials=3"]
+    line = [
+        "hydra/sweeper=optuna",
+        "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+        "seed=1,2",
+        "hydra.sweeper.n_trials=3",
+    ]
     whole = plan(*line, engine=Engine(loss)).points
     folder = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
         plan(*line, engine=Engine(loss, 5), folder=folder)
     points = plan(*line, "resume=auto", engine=Engine(loss), folder=folder).points
-    assert [(point.overrides, point.status) for point in points] == [(p.overrides, p.status) for p in whole]
+    assert [(point.overrides, point.status) for point in points] == [
+        (p.overrides, p.status) for p in whole
+    ]
     assert [point.seed for point in whole] == ["1", "2"] * 3
 
 
@@ -549,7 +737,11 @@ def test_an_interval_of_integers_draws_them(plan):
         "model.n_inner=tag(log,int(interval(16,64)))",
         "model.n_kv_head=interval(1,4)",
     ]
-    line += ["model.dropout=interval(0,0.9)", "optimizer.weight_decay=int(interval(0,3))", "optimizer.lr=interval(1,3)"]
+    line += [
+        "model.dropout=interval(0,0.9)",
+        "optimizer.weight_decay=int(interval(0,3))",
+        "optimizer.lr=interval(1,3)",
+    ]
     sweeper = plan("hydra/sweeper=optuna", *line, "hydra.sweeper.n_trials=8")
     assert len(sweeper.points) == 8
     drawn = {name: {point.overrides[name] for point in sweeper.points} for name in sweeper.axes}
@@ -577,7 +769,9 @@ def test_an_interval_of_integers_draws_them(plan):
         (-1.2345678, -1.2345677, False, 17),
     ],
 )
-def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_it(low, high, log, most_digits):
+def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_it(
+    low, high, log, most_digits
+):
     rng = np.random.default_rng(0)
     ends = np.log((low, high)) if log else (low, high)
     drawn = np.exp(rng.uniform(*ends, 200)) if log else rng.uniform(*ends, 200)
@@ -631,13 +825,25 @@ def test_an_interval_without_numbers_is_refused(plan, bad):
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("minigpt.extras.search.search.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
-    sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
+    sweeper = plan(
+        *search,
+        "model.n_head=range(1,9)",
+        "optimizer.lr=interval(0.1,0.2)",
+        "hydra.sweeper.n_trials=3",
+    )
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
-    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set("1248")  # they divide n_embd
-    with pytest.raises(UserError, match=r"no point of the search is possible: .* must be divisible"):
+    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set(
+        "1248"
+    )  # they divide n_embd
+    with pytest.raises(
+        UserError, match=r"no point of the search is possible: .* must be divisible"
+    ):
         plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
     plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
-    assert "the search ends after 1 trials: 8 tries found no other possible point" in capsys.readouterr().err
+    assert (
+        "the search ends after 1 trials: 8 tries found no other possible point"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_missing_optional_package_is_an_error_with_the_install_command(call, monkeypatch):
@@ -655,8 +861,15 @@ def start(text, tmp_path):
     def run(*arguments, held=""):
         (tmp_path / "held").unlink(missing_ok=True)
         (tmp_path / "hold").write_text(held, encoding="utf-8")
-        env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
-        line = [*small_run(text, tmp_path / "data", *arguments), "+callbacks.hold._target_=hold.Hold"]
+        env = {
+            "WANDB_MODE": "offline",
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(Path(__file__).parent),
+        }
+        line = [
+            *small_run(text, tmp_path / "data", *arguments),
+            "+callbacks.hold._target_=hold.Hold",
+        ]
         line += ["hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep"]
         sweeps.append(Script("train.py", *line, output=tmp_path / "out", cwd=tmp_path, env=env))
         if held:
@@ -688,13 +901,21 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     assert {path.name for path in folder.iterdir()} == {*good, *bad, *files}
     assert read_summary(folder / good[0]) == {"status": "failed", "reason": killed}
     points = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["points"]
-    assert [point["status"] for point in points] == ["skipped"] * 4 + ["failed", "completed", "failed", "failed"]
+    assert [point["status"] for point in points] == ["skipped"] * 4 + [
+        "failed",
+        "completed",
+        "failed",
+        "failed",
+    ]
 
     # stderr has skipped points, the number of runs, one line per run, the failure, and no output of jobs.
     lines = sweep.stderr.splitlines()
     assert lines[4:6] == ["4 of 8 to run", "2 at a time with OMP_NUM_THREADS=1"]
     results = dict(re.fullmatch(r"\d/4 (\S+) (.*)", line).groups() for line in lines[6:10])
-    assert re.fullmatch(rf"failed, val loss \d\.\d{{4}} after \d+ s of training: {re.escape(killed)}", results[good[0]])
+    assert re.fullmatch(
+        rf"failed, val loss \d\.\d{{4}} after \d+ s of training: {re.escape(killed)}",
+        results[good[0]],
+    )
     assert re.fullmatch(r"completed, val loss \d\.\d{4} after \d+ s of training", results[good[1]])
     assert all(results[name].startswith("failed: the loss is nan at step") for name in bad)
     assert lines[10:] == ["error: 3 of 8 runs failed; the table has the reasons"]
@@ -705,12 +926,18 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
 
 
 @pytest.mark.slow
-def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(start, launch, tmp_path, train):
+def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(
+    start, launch, tmp_path, train
+):
     folder, line = tmp_path / "sweep", ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
     sweep = start(*line, held="seed=1")
     for more in ([], ["resume=auto"]):
-        second = launch("train.py", *line, *more, "hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep", cwd=tmp_path)
-        assert one_line(second).startswith("error: another sweep uses sweep; wait for it, or choose another folder")
+        second = launch(
+            "train.py", *line, *more, "hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep", cwd=tmp_path
+        )
+        assert one_line(second).startswith(
+            "error: another sweep uses sweep; wait for it, or choose another folder"
+        )
     reported = launch("sweep_report.py", "sweep", cwd=tmp_path)
     assert (reported.returncode, reported.stderr) == (0, "")
     by_hand = train("seed=2", folder=folder / "seed=2").summary
@@ -718,7 +945,11 @@ def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_i
     assert ended(sweep) == 1, sweep.stderr
     assert [point.status for point in read_sweep(folder)] == ["interrupted", COMPLETED, COMPLETED]
     assert read_summary(folder / "seed=2").items() <= by_hand.items()
-    assert [row["status"] for row in table(folder / "runs.csv")] == ["interrupted", COMPLETED, COMPLETED]
+    assert [row["status"] for row in table(folder / "runs.csv")] == [
+        "interrupted",
+        COMPLETED,
+        COMPLETED,
+    ]
 
 
 @pytest.mark.slow
@@ -729,7 +960,9 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     killed.signal(signal.SIGKILL)  # as when out of memory; workers save and exit
     assert ended(killed) == 128 + signal.SIGKILL
     assert [point.status for point in read_sweep(folder)] == [COMPLETED, "interrupted"]
-    files = {path: path.stat().st_mtime_ns for path in (folder / "seed=1").rglob("*") if path.is_file()}
+    files = {
+        path: path.stat().st_mtime_ns for path in (folder / "seed=1").rglob("*") if path.is_file()
+    }
 
     interrupted = start("seed=range(1,4)", *line, held="seed=2")
     os.killpg(interrupted.pid, signal.SIGINT)  # Ctrl-C in a terminal
@@ -742,23 +975,39 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     wandb = ["logger=wandb", "logger.wandb.tags=[fox]", "+logger.wandb.config={host:mine}"]
     sweep = start("seed=range(1,4)", *line, *wandb)
     assert ended(sweep) == 0, sweep.stderr
-    assert {path: path.stat().st_mtime_ns for path in files} == files  # completed runs are not touched
-    assert [(row["seeds"], row["status"]) for row in table(folder / "sweep.csv")] == [("3", COMPLETED)]
-    assert rows(folder / "seed=2") == rows(train("seed=2").folder)  # a resumed run equals an uninterrupted one
+    assert {
+        path: path.stat().st_mtime_ns for path in files
+    } == files  # completed runs are not touched
+    assert [(row["seeds"], row["status"]) for row in table(folder / "sweep.csv")] == [
+        ("3", COMPLETED)
+    ]
+    assert rows(folder / "seed=2") == rows(
+        train("seed=2").folder
+    )  # a resumed run equals an uninterrupted one
     assert (folder / "seed=2" / "log.txt").read_text(encoding="utf-8").count(
         "step 10/20"
     ) == 1  # and did not begin anew
 
     # Weights & Biases has a run per job, and one for the summary.
     for name, tags in {"seed=2": [], "seed=3": [], "": ["summary"]}.items():
-        (started,) = (record["run"] for record in wandb_records(folder / name) if record["type"] == "run")
+        (started,) = (
+            record["run"] for record in wandb_records(folder / name) if record["type"] == "run"
+        )
         assert (started["display_name"], started["run_group"]) == (name or "sweep summary", "sweep")
         assert set(started["tags"]) == {"fox", "sweep", *tags}
-    assert "The lowest mean loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
+    assert "The lowest mean loss is" in json.dumps(
+        wandb_records(folder)
+    )  # the answer, in its summary
     assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
-    logged = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "wandb").rglob("*.table.json")]
+    logged = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for file in (folder / "wandb").rglob("*.table.json")
+    ]
     rows_of, runs_of = sorted(logged, key=lambda each: "folder" in each["columns"])
-    seeds, *of_run = rows_of["columns"].index("seeds"), *map(runs_of["columns"].index, ("seed", "val_loss"))
+    seeds, *of_run = (
+        rows_of["columns"].index("seeds"),
+        *map(runs_of["columns"].index, ("seed", "val_loss")),
+    )
     losses = [[seed, read_summary(folder / f"seed={seed}")["best_val_loss"]] for seed in (1, 2, 3)]
     assert [[line[i] for i in of_run] for line in runs_of["data"]] == losses  # numbers
     assert rows_of["data"][0][seeds] == 3

@@ -17,8 +17,9 @@ from small_runs import ROOT, composed
 
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.ranks import RANK_ZERO_PID, is_rank_zero, rank_variables
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import RANK_ZERO_PID, is_rank_zero, rank_variables, warn
+from minigpt.utils.terminal import warn
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,9 @@ def failing(error):
     return program
 
 
-IMPORT_ERROR = ImportError("initialization failed")  # of an extension module that a signal interrupted
+IMPORT_ERROR = ImportError(
+    "initialization failed"
+)  # of an extension module that a signal interrupted
 IMPORT_ERROR.__cause__ = Interrupted(signal.SIGTERM)
 SHOWN = "(MINIGPT_TRACEBACK=1 shows where)"
 FULL = "no space left on device; free some space, or choose another folder"
@@ -45,12 +48,28 @@ CASES = [
     (KeyboardInterrupt(), "interrupted", 130),
     (Interrupted(signal.SIGTERM), "interrupted by SIGTERM", 143),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last"), f"error: /big/last: {FULL}", 1),
-    (OSError(errno.EACCES, "Permission denied", "a\nb"), "error: a b: permission denied; choose another folder", 2),
-    (BrokenPipeError(errno.EPIPE, "Broken pipe"), f"error: BrokenPipeError: [Errno 32] Broken pipe {SHOWN}", 1),
-    (MemoryError(), "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1),
+    (
+        OSError(errno.EACCES, "Permission denied", "a\nb"),
+        "error: a b: permission denied; choose another folder",
+        2,
+    ),
+    (
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        f"error: BrokenPipeError: [Errno 32] Broken pipe {SHOWN}",
+        1,
+    ),
+    (
+        MemoryError(),
+        "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model",
+        1,
+    ),
     (IMPORT_ERROR, "interrupted by SIGTERM", 143),
     (UserError("x" * 1_000_000), f"error: {'x' * 993} …", 2),
-    (ZeroDivisionError("division by zero"), f"error: ZeroDivisionError: division by zero {SHOWN}", 1),
+    (
+        ZeroDivisionError("division by zero"),
+        f"error: ZeroDivisionError: division by zero {SHOWN}",
+        1,
+    ),
 ]
 
 
@@ -67,7 +86,8 @@ def test_a_program_returns_its_value():
 
 
 @pytest.mark.parametrize(
-    ("error", "ranks"), [(UserError("bad input"), 1), (RunError("lost"), 2), (Interrupted(signal.SIGTERM), 1)]
+    ("error", "ranks"),
+    [(UserError("bad input"), 1), (RunError("lost"), 2), (Interrupted(signal.SIGTERM), 1)],
 )
 def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, error, ranks):
     monkeypatch.setenv(RANK_ZERO_PID, "1")
@@ -92,7 +112,12 @@ KINDS = {
         **{"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
     },
     "srun": {
-        **{"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"},
+        **{
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "1",
+        },
         **{"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "host[7-8]"},
     },
     "Lightning": {"LOCAL_RANK": "1", "MINIGPT_RANK_ZERO_PID": "1"},
@@ -138,7 +163,10 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override):
 def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydra():
     with pytest.raises(InstantiationException) as raised:
         instantiate({"_target_": "statistics.mean", "data": []})
-    assert explain(raised.value) == (f"error: StatisticsError: mean requires at least one data point {SHOWN}", 1)
+    assert explain(raised.value) == (
+        f"error: StatisticsError: mean requires at least one data point {SHOWN}",
+        1,
+    )
 
 
 def run(body, **streams):
@@ -148,7 +176,9 @@ def run(body, **streams):
     # Python buffers what it prints into a pipe or a file, unless this variable is set.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, encoding="utf-8", **streams)
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, encoding="utf-8", **streams
+    )
     return done.returncode, done.stderr
 
 
@@ -176,7 +206,9 @@ def test_output_to_a_full_disk_is_an_error_in_one_line():
         assert run("print('a few words')", stdout=full) == (1, f"error: {FULL}\n")
 
 
-@pytest.mark.parametrize(("start", "stderr"), [("", ""), ("with raise_on_signal(): ", "interrupted by SIGUSR1\n")])
+@pytest.mark.parametrize(
+    ("start", "stderr"), [("", ""), ("with raise_on_signal(): ", "interrupted by SIGUSR1\n")]
+)
 def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(start, stderr):
     assert run(f"{start}os.kill(os.getpid(), REQUEUE_SIGNAL)") == (75, stderr)
 

@@ -34,7 +34,9 @@ class View(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._missing:
-            raise AttributeError(f"module {self._real.__name__!r} has no attribute {name!r} on Windows")
+            raise AttributeError(
+                f"module {self._real.__name__!r} has no attribute {name!r} on Windows"
+            )
         return getattr(self._real, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -47,7 +49,9 @@ def names(body: Iterable[ast.stmt], platform: str) -> set[str]:
     for node in body:
         if isinstance(node, ast.If):
             test = compile(ast.Expression(node.test), "stub", "eval")
-            holds = eval(test, {"sys": SimpleNamespace(platform=platform, version_info=sys.version_info)})
+            holds = eval(
+                test, {"sys": SimpleNamespace(platform=platform, version_info=sys.version_info)}
+            )
             found |= names(node.body if holds else node.orelse, platform)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
@@ -64,7 +68,9 @@ def view(real: ModuleType) -> ModuleType:
     name = real.__name__
     if name not in _views:
         stubs = Path(find_spec("mypy").submodule_search_locations[0], "typeshed/stdlib")
-        files = [file for file in (stubs / f"{name}.pyi", stubs / name / "__init__.pyi") if file.exists()]
+        files = [
+            file for file in (stubs / f"{name}.pyi", stubs / name / "__init__.pyi") if file.exists()
+        ]
         body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
         here, there = names(body, "linux"), names(body, "win32")
         if here and not there:
@@ -73,11 +79,15 @@ def view(real: ModuleType) -> ModuleType:
     return _views[name]
 
 
-def import_view(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
+def import_view(
+    name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+) -> ModuleType:
     module = _import(name, globals, locals, fromlist, level)
     caller = globals or {}
     package = str(caller.get("__name__", "")).partition(".")[0]
-    imitated = package in ("minigpt", "hydra_plugins") or str(caller.get("__file__", "")).startswith(SCRIPTS)
+    imitated = package in ("minigpt", "hydra_plugins") or str(
+        caller.get("__file__", "")
+    ).startswith(SCRIPTS)
     return view(module) if imitated and module.__name__ in sys.stdlib_module_names else module
 
 
@@ -88,7 +98,8 @@ def in_use(path: str, *, by_maps_alone: bool = False) -> bool:
             if os.getsid(int(process)) != os.getsid(0):
                 continue
             used = {
-                line.split(maxsplit=5)[-1] for line in Path("/proc", process, "maps").read_bytes().decode().splitlines()
+                line.split(maxsplit=5)[-1]
+                for line in Path("/proc", process, "maps").read_bytes().decode().splitlines()
             }
             if not by_maps_alone:
                 used |= {os.readlink(entry) for entry in os.scandir(f"/proc/{process}/fd")}
@@ -124,15 +135,27 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         changed = [full(*arguments)]
     for path in created:
         if path.startswith(FOLDER) and (set(path) & set('<>:"|?*\\') or path.endswith((" ", "."))):
-            raise OSError(errno.EINVAL, "The filename, directory name, or volume label syntax is incorrect", path)
+            raise OSError(
+                errno.EINVAL,
+                "The filename, directory name, or volume label syntax is incorrect",
+                path,
+            )
     for path in changed:
-        if path.startswith(FOLDER) and os.path.lexists(path) and in_use(path, by_maps_alone=event == "open"):
-            raise PermissionError(errno.EACCES, "The process cannot access the file: another process uses it", path)
+        if (
+            path.startswith(FOLDER)
+            and os.path.lexists(path)
+            and in_use(path, by_maps_alone=event == "open")
+        ):
+            raise PermissionError(
+                errno.EACCES, "The process cannot access the file: another process uses it", path
+            )
 
 
 def rename(source: Any, target: Any, **options: Any) -> None:
     if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, "Cannot create a file when that file already exists", str(target))
+        raise FileExistsError(
+            errno.EEXIST, "Cannot create a file when that file already exists", str(target)
+        )
     _rename(source, target, **options)
 
 

@@ -15,17 +15,23 @@ from minigpt.data.readers import TextChunk, row_chunk, without_null
 from minigpt.data.sources import Source
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import checksums, sha256_json
+from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import import_extra
-from minigpt.utils.terminal import is_rank_zero, log
+from minigpt.utils.terminal import log
 
 
 def hub_source(data: Mapping[str, Any], split: str) -> Source:
     """Return a split of `data.dataset`."""
-    name, subset, revision, field = (data[key] for key in ("dataset", "subset", "revision", "field"))
+    name, subset, revision, field = (
+        data[key] for key in ("dataset", "subset", "revision", "field")
+    )
     setting, is_local = f"data.dataset={name}", Path(name).is_dir()
     with _explained(setting, is_local):
         if is_local:
-            files = [Path(file) for file in (_build(data, revision).config.data_files or {}).get(split, ())]
+            files = [
+                Path(file)
+                for file in (_build(data, revision).config.data_files or {}).get(split, ())
+            ]
             read = [*(file.suffix for file in files), *checksums(files, Path(data["folder"]))]
         else:
             revision = _find_commit(name, revision, setting)
@@ -36,7 +42,9 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     def stream() -> Iterator[TextChunk | None]:
         with _explained(setting, is_local):
             builder = _build(data, revision)
-            if not is_local and builder.hash != revision:  # of another commit, in the cache of datasets
+            if (
+                not is_local and builder.hash != revision
+            ):  # of another commit, in the cache of datasets
                 raise ConnectionError(revision)
             for row in builder.as_streaming_dataset(split=split):
                 yield row_chunk(row, field, setting, "column")
@@ -53,12 +61,16 @@ def _find_commit(name: str, revision: str | None, setting: str) -> str:
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     hub = import_extra("huggingface_hub", setting, "data")
-    errors = import_extra("huggingface_hub.errors", setting, "data")  # no attribute of a package just imported
+    errors = import_extra(
+        "huggingface_hub.errors", setting, "data"
+    )  # no attribute of a package just imported
     card = {"repo_id": name, "filename": "README.md", "repo_type": "dataset", "revision": revision}
     try:
         if os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
             raise ConnectionError("HF_DATASETS_OFFLINE is set")
-        commit = str(hub.HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=10).sha)
+        commit = str(
+            hub.HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=10).sha
+        )
         with suppress(errors.EntryNotFoundError):
             hub.hf_hub_download(**card)  # keeps the commit of the revision in the cache
         return commit
@@ -90,8 +102,15 @@ def _explained(setting: str, is_local: bool) -> Iterator[None]:
         raise
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        known = kinds & {"ValueError", "FileNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError"}
+        known = kinds & {
+            "ValueError",
+            "FileNotFoundError",
+            "RepositoryNotFoundError",
+            "RevisionNotFoundError",
+        }
         if is_local or (known and "LocalEntryNotFoundError" not in kinds):
             raise UserError(f"{setting} cannot be read: {error}") from error
         kind = type(error).__name__
-        raise RunError(f"{setting} could not be reached ({kind}); try again, or set data.path=…") from error
+        raise RunError(
+            f"{setting} could not be reached ({kind}); try again, or set data.path=…"
+        ) from error

@@ -17,16 +17,26 @@ def read_plays() -> Iterator[str]:
 def _read_play(file: Path) -> str:
     """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank line."""
     speeches: list[tuple[str, list[str]]] = []  # speaker, lines
-    speaking = False  # a paragraph without a speaker continues the speech, unless a heading ended it
+    speaking = (
+        False  # a paragraph without a speaker continues the speech, unless a heading ended it
+    )
     for paragraph in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")):
         if re.match(r"\s*(#|(ACT|SCENE) [IVX]+)", paragraph):
             speaking = False
         if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
             speeches.append((spoken[1].strip(), []))
             paragraph, speaking = spoken[2], True
-        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # a numbered list is the order of a procession
+        if not speaking or re.match(
+            r"\s*\d+\\?\.", paragraph
+        ):  # a numbered list is the order of a procession
             continue
-        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)  # stage directions
+        lines = re.sub(
+            r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL
+        )  # stage directions
         lines = re.sub(r"[_*\\#\[\]]", "", lines)
-        speeches[-1][1].extend(" ".join(line.split()) for line in lines.splitlines() if line.strip())
-    return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)
+        speeches[-1][1].extend(
+            " ".join(line.split()) for line in lines.splitlines() if line.strip()
+        )
+    return "".join(
+        "\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines
+    )

@@ -9,7 +9,9 @@ from minigpt.data.readers import TextChunk, content_suffix, read_lines, row_chun
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import import_extra
 
-_ARROW_TEXT = re.compile(r"(dictionary<values=)?(large_)?string(_view)?(, indices=u?int\d+, ordered=[01]>)?")
+_ARROW_TEXT = re.compile(
+    r"(dictionary<values=)?(large_)?string(_view)?(, indices=u?int\d+, ordered=[01]>)?"
+)
 
 
 def read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
@@ -36,7 +38,11 @@ def read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
     with open(file, "rb") as raw:
         try:
             table = parquet.ParquetFile(raw)
-            columns = [column.name for column in table.schema_arrow if _ARROW_TEXT.fullmatch(str(column.type))]
+            columns = [
+                column.name
+                for column in table.schema_arrow
+                if _ARROW_TEXT.fullmatch(str(column.type))
+            ]
             row_chunk(dict.fromkeys(columns, ""), field, str(file), "column")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 for text in batch.column(0).to_pylist():

@@ -13,7 +13,11 @@ from typing import Any
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 
-_SINGLE, _OTHERS, _OF_PROCESSOR = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+_SINGLE, _OTHERS, _OF_PROCESSOR = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "chat_template.json",
+)
 TEMPLATE_FILES = [_SINGLE, f"{_OTHERS}/*.jinja", _OF_PROCESSOR]
 _NO_DEFAULT = '{{ raise_exception("the folder has several templates, and none is named default") }}'
 
@@ -26,7 +30,9 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     files = {file.stem: file for file in sorted((folder / _OTHERS).glob("*.jinja"))}
     if (folder / _SINGLE).is_file():
         files["default"] = folder / _SINGLE
-    named: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()} or config.get("chat_template")
+    named: Any = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items()
+    } or config.get("chat_template")
     if not named and (folder / _OF_PROCESSOR).is_file():
         named = read_json(folder / _OF_PROCESSOR)["chat_template"]
     if isinstance(named, list):
@@ -65,9 +71,14 @@ def render(template: str, tokens: Mapping[str, str], messages: list[dict[str, st
         extensions=["jinja2.ext.loopcontrols", Generation],
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         return environment.from_string(template).render({**tokens, **values})
     except Exception as error:  # of any kind: the template is foreign code
-        raise UserError(f"the chat template does not take these messages: {error!s:.200}") from error
+        raise UserError(
+            f"the chat template does not take these messages: {error!s:.200}"
+        ) from error

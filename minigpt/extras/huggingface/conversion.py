@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.config import GPTConfig
+from minigpt.model.config import GPTConfig
 from minigpt.utils.checks import one_of
 from minigpt.utils.errors import UserError, require
 
@@ -30,10 +30,18 @@ class Family:
     activations: Mapping[str, str]  # our activation by their name
     # Their modules by our name, separated by spaces; our weight is the concatenation of theirs. * is the layer number.
     modules: Mapping[str, str]
-    required: Values = field(default_factory=dict)  # their values without which the class computes something else
-    aliases: Values = field(default_factory=dict)  # their key by another name of it in a config.json
-    transposed: bool = False  # the matrices of the blocks are stored as (in, out), by transformers' Conv1D
-    swapped_halves: bool = False  # the rotary embedding turns the other way, which swapped halves of each head undo
+    required: Values = field(
+        default_factory=dict
+    )  # their values without which the class computes something else
+    aliases: Values = field(
+        default_factory=dict
+    )  # their key by another name of it in a config.json
+    transposed: bool = (
+        False  # the matrices of the blocks are stored as (in, out), by transformers' Conv1D
+    )
+    swapped_halves: bool = (
+        False  # the rotary embedding turns the other way, which swapped halves of each head undo
+    )
 
 
 _GELU_TANH = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
@@ -52,10 +60,19 @@ _GPT2 = Family(
     implied={"norm": "layernorm", "position": "learned", "bias": True},
     defaults={
         **{"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768},
-        **{"n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
+        **{
+            "n_inner": None,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+        },
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # for exports
     },
-    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    required={
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
     activations=_UNGATED,
     modules={
         "wte": "transformer.wte",
@@ -70,7 +87,11 @@ _GPT2 = Family(
         "lm_head": "lm_head",
     },
     aliases={
-        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        **{
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+        },
         "max_position_embeddings": "n_positions",  # n_ctx has no effect
     },
     transposed=True,
@@ -97,15 +118,30 @@ _KEYS = {
 _IMPLIED = {"norm": "rmsnorm", "position": "rope"}
 _NO_BIAS = {**_IMPLIED, "bias": False}
 _DEFAULTS = {
-    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048},
+    **{
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+    },
     **{"num_hidden_layers": 32, "num_attention_heads": 32},
     **{"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
-    **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
+    **{
+        "rope.rope_theta": 10000.0,
+        "rope.factor": 1.0,
+        "rope.low_freq_factor": 1.0,
+        "rope.high_freq_factor": 4.0,
+    },
     "rope.original_max_position_embeddings": 8192,  # has no effect with a factor of 1
 }
 _DEFAULTS_QWEN = {
-    **{**_DEFAULTS, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    **{
+        **_DEFAULTS,
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+    },
     "num_key_value_heads": 32,
 }
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -173,7 +209,11 @@ FAMILIES = {  # by their model_type
         },
         required={"attention_bias": False},
         activations=_UNGATED,
-        modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
+        modules={
+            **_MODULES,
+            "blocks.*.mlp.up": _LAYER + "mlp.fc1",
+            "blocks.*.mlp.down": _LAYER + "mlp.fc2",
+        },
         swapped_halves=True,
     ),
     "starcoder2": replace(
@@ -182,12 +222,31 @@ FAMILIES = {  # by their model_type
         keys={**_KEYS, "bias": "use_bias", "norm_eps": "norm_epsilon"},
         implied={**_IMPLIED, "norm": "layernorm"},
         defaults={
-            **{**_DEFAULTS, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-            **{"vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "max_position_embeddings": 4096},
-            **{"num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2, "use_bias": True},
+            **{
+                **_DEFAULTS,
+                "norm_epsilon": 1e-5,
+                "hidden_act": "gelu_pytorch_tanh",
+                "tie_word_embeddings": True,
+            },
+            **{
+                "vocab_size": 49152,
+                "hidden_size": 3072,
+                "intermediate_size": 12288,
+                "max_position_embeddings": 4096,
+            },
+            **{
+                "num_hidden_layers": 30,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 2,
+                "use_bias": True,
+            },
         },
         activations=_UNGATED,
-        modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.c_fc", "blocks.*.mlp.down": _LAYER + "mlp.c_proj"},
+        modules={
+            **_MODULES,
+            "blocks.*.mlp.up": _LAYER + "mlp.c_fc",
+            "blocks.*.mlp.down": _LAYER + "mlp.c_proj",
+        },
         required={"use_bias": True, "sliding_window": None},  # its norms always have biases
     ),
 }
@@ -195,7 +254,14 @@ FAMILIES = {  # by their model_type
 
 # The class of `modeling_minigpt.py`, whose configuration and weights are ours.
 OWN_TYPE = "minigpt"
-OWN = Family("MiniGPTForCausalLM", keys={}, implied={}, defaults={}, activations={}, modules={"wte": "model.wte"})
+OWN = Family(
+    "MiniGPTForCausalLM",
+    keys={},
+    implied={},
+    defaults={},
+    activations={},
+    modules={"wte": "model.wte"},
+)
 _OF_TRANSFORMERS = (
     *("model_type", "architectures", "auto_map", "tie_word_embeddings", "dtype", "torch_dtype"),
     *("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
@@ -206,9 +272,16 @@ def read_config(values: Values) -> tuple[GPTConfig, Family]:
     """Return the architecture of a `config.json` and its class, which may be our own; raise UserError as below."""
     if values.get("model_type") != OWN_TYPE:
         return config_to_ours(values), FAMILIES[values["model_type"]]
-    config = GPTConfig.from_dict({key: value for key, value in values.items() if key not in _OF_TRANSFORMERS})
+    config = GPTConfig.from_dict(
+        {key: value for key, value in values.items() if key not in _OF_TRANSFORMERS}
+    )
     tied = values.get("tie_word_embeddings", config.tie_embeddings)
-    require("tie_word_embeddings", tied, lambda v: v == config.tie_embeddings, str(config.tie_embeddings))
+    require(
+        "tie_word_embeddings",
+        tied,
+        lambda v: v == config.tie_embeddings,
+        str(config.tie_embeddings),
+    )
     return replace(config, dropout=0.0, ngram_dropout=0.0), OWN
 
 
@@ -226,8 +299,15 @@ def config_to_ours(values: Values) -> GPTConfig:
         _set_once(given, family.aliases.get(key, key), value)
     theirs = {**family.defaults, **values, **given, **_rope_values(values)}
     theirs["layer_types"] = set(values.get("layer_types") or {"full_attention"})
-    required = {"is_causal": True, "quantization_config": None, "layer_types": {"full_attention"}, **family.required}
-    if family.keys.get("bias") == "mlp_bias":  # one setting of ours is for the biases of attention and MLP
+    required = {
+        "is_causal": True,
+        "quantization_config": None,
+        "layer_types": {"full_attention"},
+        **family.required,
+    }
+    if (
+        family.keys.get("bias") == "mlp_bias"
+    ):  # one setting of ours is for the biases of attention and MLP
         required["attention_bias"] = theirs["mlp_bias"]
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
@@ -240,19 +320,29 @@ def config_to_ours(values: Values) -> GPTConfig:
 def config_to_theirs(config: GPTConfig, model_type: str) -> dict[str, Any]:
     """Return the values of `config.json` of a class; our values that the class has no key for are left out."""
     family = FAMILIES[model_type]
-    values = {**family.defaults, **{key: getattr(config, ours) for ours, key in family.keys.items()}, **family.required}
+    values = {
+        **family.defaults,
+        **{key: getattr(config, ours) for ours, key in family.keys.items()},
+        **family.required,
+    }
     names = [theirs for theirs, ours in family.activations.items() if ours == config.activation]
     values[family.keys["activation"]] = names[0] if names else None
     if "mlp_bias" in family.keys.values():
         values["attention_bias"] = values["mlp_bias"] = config.bias or config.has_qkv_bias
-    rope = {key.removeprefix("rope."): values.pop(key) for key in list(values) if key.startswith("rope.")}
+    rope = {
+        key.removeprefix("rope."): values.pop(key)
+        for key in list(values)
+        if key.startswith("rope.")
+    }
     if rope:
         values["rope_theta"] = rope.pop("rope_theta")
         values["rope_scaling"] = {"rope_type": "llama3", **rope} if config.rope_scaling else None
     return {"model_type": model_type, "architectures": [family.architecture], **values}
 
 
-def weight_to_ours(name: str, family: Family, config: GPTConfig, theirs: dict[str, Tensor]) -> Tensor:
+def weight_to_ours(
+    name: str, family: Family, config: GPTConfig, theirs: dict[str, Tensor]
+) -> Tensor:
     """Return a weight of ours, in float32, from their tensors, which are removed; raise UserError if one is missing."""
     names = _tensor_names(name, family)
     if missing := [part for part in names if part not in theirs]:
@@ -264,15 +354,26 @@ def weight_to_ours(name: str, family: Family, config: GPTConfig, theirs: dict[st
     return weight.t().contiguous() if family.transposed and name.startswith("blocks.") else weight
 
 
-def weight_to_theirs(name: str, weight: Tensor, family: Family, config: GPTConfig) -> dict[str, Tensor]:
+def weight_to_theirs(
+    name: str, weight: Tensor, family: Family, config: GPTConfig
+) -> dict[str, Tensor]:
     """Return their tensors by name from a weight of ours."""
     names = _tensor_names(name, family)
     weight = weight.t() if family.transposed and name.startswith("blocks.") else weight
-    q, kv = config.n_head * config.head_width, (config.n_kv_head or config.n_head) * config.head_width
+    q, kv = (
+        config.n_head * config.head_width,
+        (config.n_kv_head or config.n_head) * config.head_width,
+    )
     parts = list(weight.split((q, kv, kv)) if len(names) == 3 else weight.chunk(len(names)))
     if family.swapped_halves and ".qkv." in name:
         parts[:2] = [_swap_halves(part, config) for part in parts[:2]]
-    return dict(zip(names, (part.clone(memory_format=torch.contiguous_format) for part in parts), strict=True))
+    return dict(
+        zip(
+            names,
+            (part.clone(memory_format=torch.contiguous_format) for part in parts),
+            strict=True,
+        )
+    )
 
 
 def _rope_values(values: Values) -> dict[str, Any]:
@@ -284,10 +385,15 @@ def _rope_values(values: Values) -> dict[str, Any]:
             _set_once(found, "rope_type" if key == "type" else key, value)
     kind = found.setdefault("rope_type", "default")
     require("rope_type", kind, *one_of(("default", "llama3")))
-    if unknown := sorted(found.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *_LLAMA3}):
+    if unknown := sorted(
+        found.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
+    ):
         raise UserError(f"rope_parameters must have no {unknown[0]}, got {found[unknown[0]]!s:.80}")
     require("partial_rotary_factor", found.get("partial_rotary_factor", 1), lambda v: v == 1, "1")
-    keys = [*(["rope_theta"] if "rope_theta" in found else []), *(_LLAMA3 if kind == "llama3" else [])]
+    keys = [
+        *(["rope_theta"] if "rope_theta" in found else []),
+        *(_LLAMA3 if kind == "llama3" else []),
+    ]
     return {f"rope.{key}": found[key] for key in keys}
 
 
@@ -304,7 +410,9 @@ def _tensor_names(name: str, family: Family) -> list[str]:
     block = re.match(r"blocks\.(\d+)\.", name)
     name = name.replace(block[0], "blocks.*.") if block else name
     module, _, leaf = name.rpartition(".")
-    if name in family.modules:  # the weights of QK-norm are parameters of ours, and modules of theirs
+    if (
+        name in family.modules
+    ):  # the weights of QK-norm are parameters of ours, and modules of theirs
         module, leaf = name, "weight"
     theirs = family.modules[module].replace("*", block[1] if block else "")
     return [f"{part}.{leaf}" for part in theirs.split()]

@@ -2,7 +2,7 @@
 
 The class is the one of `FAMILIES` that computes the same. What a class lacks is folded into the weights where that is
 exact, and parameters that a model lacks are zeros (biases) or ones (norms). A model that no class computes gets
-a `modeling_minigpt.py`, which is the code of `minigpt.model` in one file.
+a `modeling_minigpt.py`, which is the code of `minigpt.model.gpt` in one file.
 """
 
 import ast
@@ -22,7 +22,6 @@ from minigpt.checkpoints.find import run_folder
 from minigpt.checkpoints.format import MINIGPT, read, save_tensors
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import saved_config
-from minigpt.config import GPTConfig
 from minigpt.extras.huggingface.conversion import (
     FAMILIES,
     OWN,
@@ -33,16 +32,18 @@ from minigpt.extras.huggingface.conversion import (
 )
 from minigpt.extras.huggingface.pretrained import CONFIG, WEIGHTS
 from minigpt.extras.huggingface.tokenizer_json import GENERATION, equals_qwen2, tokenizer_files
-from minigpt.model import GPT
-from minigpt.model_changes import empty_model
-from minigpt.ops import rms_norm
+from minigpt.model.changes import empty_model
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
+from minigpt.model.ops import rms_norm
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 from minigpt.utils.terminal import sanitize_line
 
 MODELING = "modeling_minigpt.py"
 _SOURCES = (
-    *("utils/errors", "utils/checks", "config", "device", "ops", "attention", "embeddings", "model"),
+    *("utils/errors", "utils/checks", "model/config", "model/ops", "model/attention"),
+    *("model/embeddings", "model/gpt"),
     "extras/huggingface/modeling_minigpt",
 )
 # Settings by which a class may differ from a model: our value and that of the class, which has more parameters. They
@@ -75,7 +76,15 @@ No class of transformers computes this model: `trust_remote_code=True` executes 
 Read the file first if you do not trust its author.
 """
 _FIGURES = (  # of summary.json; losses are in nats per token
-    *("best_val_loss", "best_val_bits_per_byte", "best_step", "steps", "tokens", "seconds", "device"),
+    *(
+        "best_val_loss",
+        "best_val_bits_per_byte",
+        "best_step",
+        "steps",
+        "tokens",
+        "seconds",
+        "device",
+    ),
     *("corpus", "corpus_sha256", "init_from", "seed", "command", "commit"),
 )
 
@@ -105,7 +114,8 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
             (partial / MODELING).write_text(modeling_code(), encoding="utf-8")
         params = sum(weight.numel() for weight in weights.values())
         (partial / "README.md").write_text(
-            _model_card(sanitize_line(folder.name), architecture, params, pretrained), encoding="utf-8"
+            _model_card(sanitize_line(folder.name), architecture, params, pretrained),
+            encoding="utf-8",
         )
         partial.rename(folder)
     return architecture
@@ -118,7 +128,9 @@ def _generation(pretrained: Pretrained, *, learned: bool) -> dict[str, Any]:
         learned: the class has learned positions, and none beyond the block: a prompt that fills it gets one token.
     """
     size, tokenizer = pretrained.config.block_size, pretrained.tokenizer
-    without_token = [i for i in range(pretrained.config.vocab_size) if i not in tokenizer.token_bytes]
+    without_token = [
+        i for i in range(pretrained.config.vocab_size) if i not in tokenizer.token_bytes
+    ]
     return {
         **({"max_length": size + 1} if learned else {"max_new_tokens": (size + 1) // 2}),
         **({"suppress_tokens": without_token} if without_token else {}),
@@ -126,17 +138,24 @@ def _generation(pretrained: Pretrained, *, learned: bool) -> dict[str, Any]:
     }
 
 
-def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def export_model(
+    model: GPT, types: Collection[str] = FAMILIES
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
     config, weights = saved_config(model), model.state_dict()
     if config.layer_repeats > 1:  # no class shares weights: every layer has a copy
-        config, weights = replace(config, layer_repeats=1), {name: x.clone() for name, x in weights.items()}
+        config, weights = (
+            replace(config, layer_repeats=1),
+            {name: x.clone() for name, x in weights.items()},
+        )
     for source, tensors in ((config, weights), _fold(config, weights)):
         if found := _find_class(_canonical(source), types):
             values, target = found
             return values, _their_weights(values["model_type"], target, tensors)
     if fixed := {name for name, _ in model.named_buffers()} - {"rotary", *weights}:
-        raise UserError(f"the exported code does not compute {min(fixed)}; make it a persistent buffer")
+        raise UserError(
+            f"the exported code does not compute {min(fixed)}; make it a persistent buffer"
+        )
     module = Path(MODELING).stem
     values = {
         "model_type": OWN_TYPE,
@@ -155,7 +174,9 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
 
 def modeling_code() -> str:
     """Return the code of the model as one file, which imports torch and transformers alone."""
-    parts = [f'"""The model of this folder: minigpt {minigpt.__version__} in one file, made by its export."""\n']
+    parts = [
+        f'"""The model of this folder: minigpt {minigpt.__version__} in one file, made by its export."""\n'
+    ]
     for source in _SOURCES:
         text = (Path(minigpt.__file__).parent / f"{source}.py").read_text(encoding="utf-8")
         lines = text.splitlines()
@@ -163,16 +184,22 @@ def modeling_code() -> str:
             imported = str(node.module) if isinstance(node, ast.ImportFrom) else ""
             of_minigpt = imported.startswith("minigpt")
             if of_minigpt and imported.removeprefix("minigpt.").replace(".", "/") not in _SOURCES:
-                raise UserError(f"{source}.py imports {imported}, which is not in _SOURCES of the export")
+                raise UserError(
+                    f"{source}.py imports {imported}, which is not in _SOURCES of the export"
+                )
             type_checking = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
             docstring = isinstance(node, ast.Expr) and node.lineno == 1
             if of_minigpt or type_checking or docstring:
-                lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or 0) - node.lineno + 1)
+                lines[node.lineno - 1 : node.end_lineno] = [""] * (
+                    (node.end_lineno or 0) - node.lineno + 1
+                )
         parts.append("\n".join(lines).strip("\n") + "\n")
     return "\n\n".join(parts)
 
 
-def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, Any], GPTConfig] | None:
+def _find_class(
+    config: GPTConfig, types: Collection[str]
+) -> tuple[dict[str, Any], GPTConfig] | None:
     """Find the class that computes a canonical architecture; return its `config.json` and its architecture.
 
     Of several, it is the first of those with the fewest parameters that the model lacks.
@@ -188,7 +215,11 @@ def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, An
         except UserError:
             continue
         theirs = asdict(target)
-        different = {name: (ours, theirs[name]) for name, ours in asdict(config).items() if ours != theirs[name]}
+        different = {
+            name: (ours, theirs[name])
+            for name, ours in asdict(config).items()
+            if ours != theirs[name]
+        }
         if all(_ADDED.get(name) == pair for name, pair in different.items()):
             found.append((target.num_params(), values, target))
     return min(found, key=lambda each: each[0])[1:] if found else None
@@ -197,7 +228,14 @@ def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, An
 def _canonical(config: GPTConfig) -> GPTConfig:
     """Return a configuration without null values, and with defaults for values that a class of `FAMILIES` ignores."""
     # In every class: none has n-grams or mup.
-    unused = ["dropout", "ngram_dropout", "ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"]
+    unused = [
+        "dropout",
+        "ngram_dropout",
+        "ngram_buckets",
+        "ngram_dim",
+        "base_n_embd",
+        "base_head_dim",
+    ]
     if config.position != "rope":
         unused += ["rope_base", "rope_factor"]
     if config.position != "rope" or config.rope_scaling is None:
@@ -212,7 +250,9 @@ def _canonical(config: GPTConfig) -> GPTConfig:
     )
 
 
-def _fold(config: GPTConfig, weights: Mapping[str, Tensor]) -> tuple[GPTConfig, Mapping[str, Tensor]]:
+def _fold(
+    config: GPTConfig, weights: Mapping[str, Tensor]
+) -> tuple[GPTConfig, Mapping[str, Tensor]]:
     """Fold the factors of mup, and the norm of embeddings that depend on the token alone, into the weights."""
     weights = dict(weights)
     if config.parametrization == "mup":
@@ -223,26 +263,36 @@ def _fold(config: GPTConfig, weights: Mapping[str, Tensor]) -> tuple[GPTConfig, 
         for i in range(config.n_layer):
             prefix = f"blocks.{i}.attention."
             if config.qk_norm:
-                weights[f"{prefix}q_norm"] = weights.get(f"{prefix}q_norm", torch.ones(config.head_width)) * scale
+                weights[f"{prefix}q_norm"] = (
+                    weights.get(f"{prefix}q_norm", torch.ones(config.head_width)) * scale
+                )
             else:
                 for name in [name for name in weights if name.startswith(f"{prefix}qkv.")]:
                     q, kv = weights[name].tensor_split([config.n_head * config.head_width])
                     weights[name] = torch.cat((q * scale, kv))
         tied = config.tie_embeddings and norms != []
-        config = replace(config, parametrization="standard", qk_norm_weights=config.qk_norm, tie_embeddings=tied)
+        config = replace(
+            config, parametrization="standard", qk_norm_weights=config.qk_norm, tie_embeddings=tied
+        )
     if config.embed_norm and config.position != "learned" and not config.ngram and not config.smear:
         weights["wte.weight"] = rms_norm(weights["wte.weight"], eps=config.norm_eps)
         config = replace(config, embed_norm=False, tie_embeddings=False)
     return config, weights
 
 
-def _their_weights(model_type: str, target: GPTConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _their_weights(
+    model_type: str, target: GPTConfig, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the weights of a class by their names, from ours and those that the model lacks."""
     exported: dict[str, Tensor] = {}
     for name, empty in empty_model(target).state_dict().items():
         if name == "lm_head.weight" and target.tie_embeddings:
             continue
-        weight = weights[name] if name in weights else torch.full(empty.shape, float(not name.endswith("bias")))
+        weight = (
+            weights[name]
+            if name in weights
+            else torch.full(empty.shape, float(not name.endswith("bias")))
+        )
         exported |= weight_to_theirs(name, weight, FAMILIES[model_type], target)
     return exported
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from minigpt.attention import rotary_table
-from minigpt.config import GPTConfig
-from minigpt.model import GPT
+from minigpt.model.attention import rotary_table
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 
 
 class MiniGPTConfig(PretrainedConfig):
@@ -38,13 +38,17 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MiniGPTConfig) -> None:
         super().__init__(config)
-        self.model = GPT(GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)}))
+        self.model = GPT(
+            GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)})
+        )
         self.post_init()
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, GPT) and module.rotary is not None:  # is not in the file
             c, device = module.config, module.rotary.device
-            module.rotary = rotary_table(c.block_size, c.head_width, c.rope_base, scaling=c.rope_scaling).to(device)
+            module.rotary = rotary_table(
+                c.block_size, c.head_width, c.rope_base, scaling=c.rope_scaling
+            ).to(device)
 
     def get_input_embeddings(self) -> Any:
         """Return the token embeddings."""
@@ -75,23 +79,38 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: another argument is given, or the mask or the positions are others.
         """
         config, T = self.config, input_ids.size(1)
-        outputs = {name: getattr(config, name, False) for name in ("output_attentions", "output_hidden_states")}
-        given = {name for name, value in (outputs | kwargs).items() if value is not None and value is not False}
+        outputs = {
+            name: getattr(config, name, False)
+            for name in ("output_attentions", "output_hidden_states")
+        }
+        given = {
+            name
+            for name, value in (outputs | kwargs).items()
+            if value is not None and value is not False
+        }
         refused = sorted(given - {"position_ids", "num_items_in_batch", "use_cache", "return_dict"})
         if not kwargs.get("return_dict", config.return_dict):
             refused.append("return_dict=False")
         if refused:
             raise ValueError(f"MiniGPTForCausalLM does not support {', '.join(refused)}")
-        mask = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
+        mask = (
+            torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
+        )
         if mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask must be {tuple(input_ids.shape)}, got {tuple(mask.shape)}")
+            raise ValueError(
+                f"attention_mask must be {tuple(input_ids.shape)}, got {tuple(mask.shape)}"
+            )
         # Move padding from the left to the right, where causal attention ignores it.
         left = (mask == 0).long().cumprod(1).sum(1, keepdim=True)  # (B, 1)
         order = (torch.arange(T, device=input_ids.device) + left) % T  # (B, T)
         positions = order.argsort(1)
         if (mask.gather(1, order).diff(dim=1) > 0).any():
-            raise ValueError("attention_mask must have zeros on the left and on the right only, got some between ones")
-        if (ids := kwargs.get("position_ids")) is not None and ((ids != positions) & (mask != 0)).any():
+            raise ValueError(
+                "attention_mask must have zeros on the left and on the right only, got some between ones"
+            )
+        if (ids := kwargs.get("position_ids")) is not None and (
+            (ids != positions) & (mask != 0)
+        ).any():
             raise ValueError("position_ids must count the tokens of each row from 0")
         logits = self.model(input_ids.gather(1, order))  # (B, T, V)
         logits = logits.gather(1, positions[..., None].expand_as(logits))
@@ -106,12 +125,20 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(loss=loss, logits=logits[:, kept])
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that are no state.
 
         `generate` also passes what it has for itself: the tokenizer that finds its stop strings.
         """
-        state = ("past_key_values", "cache_position", "next_sequence_length", "is_first_iteration", "tokenizer")
+        state = (
+            "past_key_values",
+            "cache_position",
+            "next_sequence_length",
+            "is_first_iteration",
+            "tokenizer",
+        )
         size = self.config.block_size
         inputs = {name: value for name, value in kwargs.items() if name not in state}
         if input_ids.size(1) > size:  # the last tokens count from 0

@@ -10,7 +10,6 @@ from torch import Tensor
 from minigpt.checkpoints.format import explain_errors
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary
-from minigpt.config import GPTConfig
 from minigpt.extras.huggingface.chat_template import TEMPLATE_FILES
 from minigpt.extras.huggingface.conversion import OWN, Family, read_config, weight_to_ours
 from minigpt.extras.huggingface.tokenizer_json import (
@@ -20,16 +19,29 @@ from minigpt.extras.huggingface.tokenizer_json import (
     TOKENIZER_CONFIG,
     load_tokenizer,
 )
-from minigpt.model import GPT
-from minigpt.model_changes import empty_model
+from minigpt.model.changes import empty_model
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra
 
 CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION, *TEMPLATE_FILES]
-_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
+HUB_FILES = [
+    CONFIG,
+    WEIGHTS,
+    SHARDS,
+    INDEX,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS,
+    GENERATION,
+    *TEMPLATE_FILES,
+]
+_IGNORED = re.compile(
+    r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$"
+)  # buffers that old versions saved
 
 
 class HuggingFaceModel(Pretrained):
@@ -92,12 +104,22 @@ def _download(source: str) -> Path:
     """Download the files of a model into the cache of huggingface_hub, and return their folder."""
     name, _, revision = source.partition("@")
     first = name.partition("/")[0]
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
-        raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
-    hub = import_extra("huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface")
+    if (
+        not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+        or first in ("runs", ".", "..")
+        or Path(first).exists()
+    ):
+        raise UserError(
+            f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face"
+        )
+    hub = import_extra(
+        "huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface"
+    )
     hub.logging.set_verbosity_error()  # without a line per retry
     try:
-        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+        return Path(
+            hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES)
+        )
     except Exception as error:  # its own, of HTTP and of the file system
         raise UserError(
             f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub: "
@@ -111,9 +133,13 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
         found = f"{WEIGHTS} or {INDEX} is missing"
-        raise UserError(f"{found}; weights must be safetensors, because a .bin file can execute code")
+        raise UserError(
+            f"{found}; weights must be safetensors, because a .bin file can execute code"
+        )
     with explain_errors(f"{folder / INDEX} is damaged"):
-        return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
+        return [
+            folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        ]
 
 
 def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:
@@ -127,7 +153,9 @@ def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, 
     theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
     check_size(config, len(theirs), sum(file.stat().st_size for file in files))
     base = family.modules["wte"].partition(".")[0]
-    if not any(name.startswith(f"{base}.") for name in theirs):  # the model was saved without its head
+    if not any(
+        name.startswith(f"{base}.") for name in theirs
+    ):  # the model was saved without its head
         theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}
     weights: dict[str, Tensor] = {}
     for name in empty_model(config).state_dict():
@@ -135,7 +163,9 @@ def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, 
             theirs.setdefault(f"model.{name}" if family is OWN else name, weights["wte.weight"])
         weights[name] = weight_to_ours(name, family, config, theirs)
     if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
-        raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+        raise UserError(
+            "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"
+        )
     if theirs:
         raise UserError(f"unexpected weights: {', '.join(sorted(theirs)[:3])}")
     return weights

@@ -35,17 +35,33 @@ SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 # The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTE_CHARACTERS = dict(zip(_VISIBLE, map(chr, _VISIBLE), strict=True))
-BYTE_CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(_VISIBLE)))}
+BYTE_CHARACTERS |= {
+    byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(_VISIBLE)))
+}
 
 # PATTERNS for Oniguruma, which the package tokenizers uses: there `$` also matches before a line break, and `{1,3}+`
 # repeats. Its classes and its upper and lower case equal those of tiktoken for every code point.
-ONIGURUMA = {name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}") for name, pattern in PATTERNS.items()}
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_BYTE_LEVEL: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # in transformers' order
-_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+ONIGURUMA = {
+    name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}")
+    for name, pattern in PATTERNS.items()
+}
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BYTE_LEVEL: Any = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+_NAMES = [
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+]  # in transformers' order
+_SPECIAL = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -84,7 +100,9 @@ class HuggingFaceTokenizer(Tokenizer):
             if values["model"].get("dropout"):  # of merges, at random: an augmentation
                 values["model"]["dropout"] = None
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-            if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
+            if values["model"].get(
+                "continuing_subword_prefix"
+            ):  # merges with one can abort the process
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
             self.backend = tokenizers.Tokenizer.from_str(self.json)
             self.backend.no_truncation()
@@ -98,16 +116,24 @@ class HuggingFaceTokenizer(Tokenizer):
                 self.token_bytes[i] = b"" if token.special else token.content.encode()
             self.vocab_size = max(self.token_bytes) + 1
             probe = self.backend.encode(next(iter(self.special), "a"))
-            inside = [i for i, of_processor in enumerate(probe.special_tokens_mask) if not of_processor]
+            inside = [
+                i for i, of_processor in enumerate(probe.special_tokens_mask) if not of_processor
+            ]
             if inside:
                 self.prefix, self.suffix = probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
             self.backend.encode_special_tokens = True  # as ordinary text
-        if self.vocab_size > len(self.token_bytes) + (1 << 16):  # lists of all ids would not fit in memory
-            raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
+        if self.vocab_size > len(self.token_bytes) + (
+            1 << 16
+        ):  # lists of all ids would not fit in memory
+            raise UserError(
+                f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest"
+            )
         for i in (separator, *bos, *ends):
             if i is not None and i not in self.token_bytes:
                 raise UserError(f"the separator must be an id of tokenizer.json, got {i!r:.80}")
-        self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
+        self.separator = np.array(
+            [] if separator is None else [separator], dtype=token_dtype(self.vocab_size)
+        )
         self.separated = separator is not None
         self.bos, self.ends, self.split_special = list(bos), list(ends), split_special
 
@@ -123,23 +149,36 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):
             # `encode` would not release the GIL.
-            (encoding,) = self.backend.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
+            (encoding,) = self.backend.encode_batch_fast(
+                [whole_characters(text)], add_special_tokens=False
+            )
         return np.array(encoding.ids, dtype=self.separator.dtype)
 
     def parse(self, text: str) -> Ids:
-        return self.encode(text) if self.split_special else _parsing_tokenizer(self.json).encode(text)
+        return (
+            self.encode(text) if self.split_special else _parsing_tokenizer(self.json).encode(text)
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        values = {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
+        values = {
+            "name": self.name,
+            "json": self.json,
+            "separator": next(iter(self.separator.tolist()), None),
+        }
         options = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
-        return values | ({"options": options} if any(options.values()) else {})  # without, as in older checkpoints
+        return values | (
+            {"options": options} if any(options.values()) else {}
+        )  # without, as in older checkpoints
 
     @property
     def splits_at_cuts(self) -> bool:  # type: ignore[override]
         content = json.loads(self.json)
         first, added = content["pre_tokenizer"] or {"type": None}, content["added_tokens"]
         steps = first.get("pretokenizers", [first])
-        known = [split_step(pattern) for pattern in (*ONIGURUMA.values(), QWEN2, QWEN2.replace("N}|", "N}{1,3}|"))]
+        known = [
+            split_step(pattern)
+            for pattern in (*ONIGURUMA.values(), QWEN2, QWEN2.replace("N}|", "N}{1,3}|"))
+        ]
         local = all(step in known or step["type"] in ("ByteLevel", "Digits") for step in steps)
         return (
             content["normalizer"] in (None, {"type": "NFC"})
@@ -147,21 +186,32 @@ class HuggingFaceTokenizer(Tokenizer):
             and any(step in known or step.get("use_regex") for step in steps)
             and not any(step.get("add_prefix_space") for step in steps)
             and not any(
-                token["lstrip"] or token["rstrip"] or re.search(r"\s\S|\S\s", token["content"]) for token in added
+                token["lstrip"] or token["rstrip"] or re.search(r"\s\S|\S\s", token["content"])
+                for token in added
             )
         )
 
 
 def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
     """Return the function from a token to its bytes that the decoder of a tokenizer.json describes."""
-    parts: list[Any] = decoder.get("decoders", [decoder]) if decoder else [{"type": None}]  # joins with spaces
+    parts: list[Any] = (
+        decoder.get("decoders", [decoder]) if decoder else [{"type": None}]
+    )  # joins with spaces
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
         byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
-        return lambda token: bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
+        return lambda token: (
+            bytes(map(byte_of.__getitem__, token))
+            if byte_of.keys() >= set(token)
+            else token.encode()
+        )
     if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-        raise UserError(f"the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got {kinds!s:.80}")
-    replaced = [(part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"]
+        raise UserError(
+            f"the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got {kinds!s:.80}"
+        )
+    replaced = [
+        (part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"
+    ]
 
     def to_bytes(token: str) -> bytes:
         if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
@@ -195,17 +245,29 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
     """
     file = folder / TOKENIZER
     if not file.is_file():
-        raise UserError(f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})")
+        raise UserError(
+            f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})"
+        )
     try:
         tokenizer = HuggingFaceTokenizer(file.read_text(encoding="utf-8"))
-        others = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, "config.json", GENERATION)]
-        config, older, model, generation = (read_json(other) if other.is_file() else {} for other in others)
+        others = [
+            folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, "config.json", GENERATION)
+        ]
+        config, older, model, generation = (
+            read_json(other) if other.is_file() else {} for other in others
+        )
         if "added_tokens_decoder" not in config:
             config |= older
         tokenizer = _complete(tokenizer, config, vocab_size)
         tokenizer.split_special = bool(config.get("split_special_tokens"))
-        tokens = {name: _fields(token)["content"] for name, token in config.items() if name.endswith("_token")}
-        tokens = {name: content for name, content in tokens.items() if content}  # others are undefined in a template
+        tokens = {
+            name: _fields(token)["content"]
+            for name, token in config.items()
+            if name.endswith("_token")
+        }
+        tokens = {
+            name: content for name, content in tokens.items() if content
+        }  # others are undefined in a template
         id_of = tokenizer.backend.token_to_id
         # The tokens of the tokenizer come before the ids of generation, and these before those of the model.
         settings = model | generation
@@ -238,28 +300,48 @@ def _complete(
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     listed = [*(named.pop(name, None) for name in _NAMES), *named.values()]
     listed += extra.values() if isinstance(extra, dict) else extra
-    tokens = [tokenizers.AddedToken(**_fields(token)) for token in config.get("added_tokens_decoder", {}).values()]
+    tokens = [
+        tokenizers.AddedToken(**_fields(token))
+        for token in config.get("added_tokens_decoder", {}).values()
+    ]
     # A token that is named keeps the flags that it has.
     known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *tokens)}
-    tokens += [tokenizers.AddedToken(**each) for each in map(_fields, listed) if each["content"] not in known]
-    usable = [token for token in tokens if vocab_size or backend.token_to_id(token.content) is not None]
+    tokens += [
+        tokenizers.AddedToken(**each)
+        for each in map(_fields, listed)
+        if each["content"] not in known
+    ]
+    usable = [
+        token for token in tokens if vocab_size or backend.token_to_id(token.content) is not None
+    ]
     n_added = backend.add_tokens(usable)  # those that it has are not added, nor is an empty one
     if not n_added and tokenizer.vocab_size <= limit:
         return tokenizer
     content = json.loads(backend.to_str())
-    ordinary = [each for each in content["added_tokens"] if not each["special"] and each["id"] in tokenizer.token_bytes]
+    ordinary = [
+        each
+        for each in content["added_tokens"]
+        if not each["special"] and each["id"] in tokenizer.token_bytes
+    ]
     added = [each for each in content["added_tokens"] if each["id"] < limit or each in ordinary]
     return HuggingFaceTokenizer(json.dumps(content | {"added_tokens": added}))
 
 
 def _fields(token: Any) -> dict[str, Any]:
     """Return the content and the flags of a token in a tokenizer_config.json, which may be its content alone."""
-    fields = token if isinstance(token, dict) else {"content": token if isinstance(token, str) else ""}
-    return {"content": fields["content"]} | {flag: fields.get(flag, value) for flag, value in _SPECIAL.items()}
+    fields = (
+        token if isinstance(token, dict) else {"content": token if isinstance(token, str) else ""}
+    )
+    return {"content": fields["content"]} | {
+        flag: fields.get(flag, value) for flag, value in _SPECIAL.items()
+    }
 
 
 def encode_chat(
-    template: str, tokens: Mapping[str, str], tokenizer: HuggingFaceTokenizer, messages: list[dict[str, str]]
+    template: str,
+    tokens: Mapping[str, str],
+    tokenizer: HuggingFaceTokenizer,
+    messages: list[dict[str, str]],
 ) -> list[int]:
     """Return the ids of messages, each with a role and a content, up to the start of the answer.
 
@@ -296,7 +378,9 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         config["split_special_tokens"] = tokenizer.split_special
         # transformers would take an ordinary token that is named here out of every text.
-        config["bos_token"] = next((name for name, i in tokenizer.special.items() if [i] == tokenizer.bos), None)
+        config["bos_token"] = next(
+            (name for name, i in tokenizer.special.items() if [i] == tokenizer.bos), None
+        )
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 
@@ -308,10 +392,18 @@ def equals_qwen2(tokenizer: Tokenizer) -> bool:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
     content = json.loads(tokenizer.json.replace('"trim_offsets":true', '"trim_offsets":false'))
-    model = {key: value for key, value in content["model"].items() if value and key not in ("vocab", "merges")}
+    model = {
+        key: value
+        for key, value in content["model"].items()
+        if value and key not in ("vocab", "merges")
+    }
     special = [token["content"] for token in content["added_tokens"] if token["special"]]
     steps = (content["normalizer"], content["pre_tokenizer"], content["decoder"]["type"])
-    theirs = ({"type": "NFC"}, {"type": "Sequence", "pretokenizers": [split_step(QWEN2), _BYTE_LEVEL]}, "ByteLevel")
+    theirs = (
+        {"type": "NFC"},
+        {"type": "Sequence", "pretokenizers": [split_step(QWEN2), _BYTE_LEVEL]},
+        "ByteLevel",
+    )
     return (steps, model) == (theirs, {"type": "BPE"}) and SEPARATOR in special
 
 
@@ -320,7 +412,9 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json.loads(tokenizer.json)
     if type(tokenizer) not in (CharTokenizer, ByteTokenizer, BPETokenizer):
-        raise UserError(f"a tokenizer.json cannot describe a {type(tokenizer).__name__}; use --to safetensors")
+        raise UserError(
+            f"a tokenizer.json cannot describe a {type(tokenizer).__name__}; use --to safetensors"
+        )
     pattern, special = "(?m:.)", tokenizer.special
     if isinstance(tokenizer, BPETokenizer):
         pattern = ONIGURUMA.get(tokenizer.name, ONIGURUMA["gpt2"])
@@ -340,7 +434,8 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
         "decoder": decoder,
         "model": {
             "type": "BPE",
-            "vocab": {texts[token]: i for token, i in ids.items()} | {**special},  # all, so that ids may have gaps
+            "vocab": {texts[token]: i for token, i in ids.items()}
+            | {**special},  # all, so that ids may have gaps
             "merges": [f"{texts[a]} {texts[b]}" for *_, a, b in merges],
             "ignore_merges": True,  # for a piece that is a token
             "unk_token": "",  # without an id: a character that has none is an error

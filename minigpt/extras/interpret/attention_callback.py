@@ -10,9 +10,9 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.runs.callbacks.samples import only_a_warning, title, wandb_loggers
+from minigpt.sampling.detokenizer import token_pieces
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
 from minigpt.utils.terminal import unescape
@@ -27,14 +27,21 @@ class AttentionMaps(Callback):
     """
 
     def __init__(self, *, text: str | None = None, max_tokens: int = 64) -> None:
-        require("callbacks.attention.text", text, lambda text: text != "", "a text with at least one token, or null")
+        require(
+            "callbacks.attention.text",
+            text,
+            lambda text: text != "",
+            "a text with at least one token, or null",
+        )
         require("callbacks.attention.max_tokens", max_tokens, *POSITIVE_INT)
         self.text, self.max_tokens = text and unescape(text), max_tokens
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]
         ids = corpus.tokens("val") if self.text is None else corpus.tokenizer.encode(self.text)
-        self.tokens = torch.as_tensor(ids[: min(self.max_tokens, block_size)].astype("int64"))  # (T,)
+        self.tokens = torch.as_tensor(
+            ids[: min(self.max_tokens, block_size)].astype("int64")
+        )  # (T,)
         self.texts = token_pieces(corpus.tokenizer, self.tokens.tolist())
         self.folder = Path(trainer.default_root_dir) / "attention"
 

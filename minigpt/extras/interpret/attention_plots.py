@@ -46,27 +46,48 @@ def plot_maps(
         layer, head: plot only these, counted from 1. The cells of a single map hold the weights as text if they fit.
     """
     L, H, T, _ = weights.shape
-    rows, columns = range(L) if layer is None else [layer - 1], range(H) if head is None else [head - 1]
+    rows, columns = (
+        range(L) if layer is None else [layer - 1],
+        range(H) if head is None else [head - 1],
+    )
     single = len(rows) == len(columns) == 1
     side = 8.0 if single else min(max(2.5, T / 16), 4.0)  # inches per map
     # All maps are in one axes, which fills the figure, in units of a cell: 64 axes would take twice as long.
-    lefts, tops = [1.03 * T * i for i in range(len(columns))], [1.1 * T * i for i in range(len(rows))]
+    lefts, tops = (
+        [1.03 * T * i for i in range(len(columns))],
+        [1.1 * T * i for i in range(len(rows))],
+    )
     width, height = lefts[-1] + T, tops[-1] + T
     figure = Figure(figsize=(side * width / T, side * height / T))
     axes = figure.add_axes((0, 0, 1, 1), frame_on=False)
-    maps = weights.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("nan"))  # the future stays blank
+    maps = weights.masked_fill(
+        torch.ones(T, T, dtype=torch.bool).triu(1), float("nan")
+    )  # the future stays blank
     norm = PowerNorm(0.5, 0, 1)  # distinguishes small weights
     for (y, i), (x, j) in product(zip(tops, rows, strict=True), zip(lefts, columns, strict=True)):
         left, right, bottom, top = x - 0.5, x + T - 0.5, y + T - 0.5, y - 0.5
-        image = axes.imshow(maps[i, j].numpy(), cmap="magma_r", norm=norm, extent=(left, right, bottom, top))
+        image = axes.imshow(
+            maps[i, j].numpy(), cmap="magma_r", norm=norm, extent=(left, right, bottom, top)
+        )
         axes.text(left, top - 0.01 * T, f"layer {i + 1} · head {j + 1}", fontsize=9)
         if names:
-            axes.text(right, top, names[i][j], ha="right", va="top", color="#b73779", weight="bold", fontsize=9)
+            axes.text(
+                right,
+                top,
+                names[i][j],
+                ha="right",
+                va="top",
+                color="#b73779",
+                weight="bold",
+                fontsize=9,
+            )
     if single and T <= MAX_TOKENS_WITH_VALUES:
         _print_values(axes, maps[rows[0], columns[0]], "{:.2f}", threshold=0.25)
     ticks = range(0, T, math.ceil(T / (LABELS_PER_INCH * side)))
     labels = _labels(texts)[:: ticks.step]
-    fontsize = min(10.0, 0.9 * 72 * side / T * ticks.step)  # points; a label is at most as high as the cells it covers
+    fontsize = min(
+        10.0, 0.9 * 72 * side / T * ticks.step
+    )  # points; a label is at most as high as the cells it covers
     style: Any = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
     axes.set_xticks(
         [x + tick for x in lefts for tick in ticks],
@@ -114,10 +135,22 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
     """Raise UserError if an output file, given by flag, has an unknown format or cannot be written."""
     paths = {flag: path for flag, path in outputs.items() if path is not None}
     for flag, path in paths.items():
-        require(flag, path, lambda p: p.suffix.lower() in FORMATS, f"a file in {', '.join(FORMATS)} format")
-        require(flag, path, lambda p: os.access(p.parent, os.W_OK | os.X_OK), "in a folder that exists and is writable")
+        require(
+            flag,
+            path,
+            lambda p: p.suffix.lower() in FORMATS,
+            f"a file in {', '.join(FORMATS)} format",
+        )
+        require(
+            flag,
+            path,
+            lambda p: os.access(p.parent, os.W_OK | os.X_OK),
+            "in a folder that exists and is writable",
+        )
     if len({path.resolve() for path in paths.values()}) < len(paths):
-        raise UserError(f"{', '.join(paths)} must be different files, got {', '.join(map(str, paths.values()))}")
+        raise UserError(
+            f"{', '.join(paths)} must be different files, got {', '.join(map(str, paths.values()))}"
+        )
 
 
 def _labels(texts: Sequence[str]) -> list[str]:
@@ -126,10 +159,15 @@ def _labels(texts: Sequence[str]) -> list[str]:
     symbols = {"\n": "⏎", "\t": "⇥", " ": "␣"}
 
     def visible(c: str) -> str:
-        return symbols.get(c) or (c if c.isprintable() and font.get_char_index(ord(c)) > 0 else f"⟨U+{ord(c):04X}⟩")
+        return symbols.get(c) or (
+            c if c.isprintable() and font.get_char_index(ord(c)) > 0 else f"⟨U+{ord(c):04X}⟩"
+        )
 
     labels = ("".join(map(visible, text)) or "∅" for text in texts)
-    return [text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…" for text in labels]
+    return [
+        text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"
+        for text in labels
+    ]
 
 
 def _print_values(axes: Axes, values: Tensor, template: str, *, threshold: float) -> None:
@@ -137,7 +175,9 @@ def _print_values(axes: Axes, values: Tensor, template: str, *, threshold: float
     for row, column in values.isfinite().nonzero().tolist():
         value = float(values[row, column])
         color = "white" if abs(value) > threshold else "black"
-        axes.text(column, row, template.format(value), ha="center", va="center", color=color, fontsize=9)
+        axes.text(
+            column, row, template.format(value), ha="center", va="center", color=color, fontsize=9
+        )
 
 
 def _save(figure: Figure, path: Path) -> None:

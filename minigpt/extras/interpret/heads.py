@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minigpt.attention import MultiHeadAttention
-from minigpt.model import GPT
-from minigpt.model_changes import evaluation
+from minigpt.model.attention import MultiHeadAttention
+from minigpt.model.evaluation import evaluation
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
 
 N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
 # 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
 INDUCTION_THRESHOLD = 0.3
-MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large weights on the previous token
+MIN_TOKENS_FOR_NAME = (
+    8  # in a shorter text, uniform attention also has large weights on the previous token
+)
 
 
 def prompt_tokens(ids: Sequence[int], block_size: int, *, truncate: bool) -> Tensor:
@@ -34,7 +36,9 @@ def prompt_tokens(ids: Sequence[int], block_size: int, *, truncate: bool) -> Ten
     if len(ids) < 2:
         raise UserError(f"--prompt must have at least 2 tokens, got {len(ids)}")
     if len(ids) > block_size and not truncate:
-        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(ids)}; set --truncate")
+        raise UserError(
+            f"--prompt must have at most block_size={block_size} tokens, got {len(ids)}; set --truncate"
+        )
     return torch.tensor(ids[-block_size:])
 
 
@@ -50,9 +54,14 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
         if get_ident() == caller and next(layer) in wanted:
-            weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
+            weights.append(
+                attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu()
+            )  # (H, T, T)
 
-    with evaluation(model), ExitStack() as hooks:  # uncompiled: hooks would make a compiled model compile again
+    with (
+        evaluation(model),
+        ExitStack() as hooks,
+    ):  # uncompiled: hooks would make a compiled model compile again
         for block in dict.fromkeys(model.blocks):  # layers may share one
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
@@ -91,7 +100,9 @@ def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
     T = weights.size(-1)
     query = torch.arange(1, T)
     rows = weights[..., 1:, :]  # (L, H, T - 1, T)
-    distance = (query[:, None] - torch.arange(T)).to(rows)  # (T - 1, T); negative where the causal weight is 0
+    distance = (query[:, None] - torch.arange(T)).to(
+        rows
+    )  # (T - 1, T); negative where the causal weight is 0
     return {
         "entropy": torch.special.entr(rows).sum(-1).mean(-1),
         "distance": (rows * distance).sum(-1).mean(-1),
@@ -112,7 +123,10 @@ def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
         columns = {"previous token": "previous", "self": "self", "first token": "first"}
         found |= {name: table[column] > POSITION_THRESHOLD for name, column in columns.items()}
     L, H = table["induction"].shape
-    return [[next((name for name in found if found[name][i, j]), "") for j in range(H)] for i in range(L)]
+    return [
+        [next((name for name in found if found[name][i, j]), "") for j in range(H)]
+        for i in range(L)
+    ]
 
 
 def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) -> str:
@@ -135,7 +149,9 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
     L, H = model.config.n_layer, model.config.n_head
-    heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
+    heads = tqdm(
+        list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None
+    )
     n_targets = sum(int((targets >= 0).sum()) for _, targets in batches)
 
     def loss_of(model: GPT) -> float:

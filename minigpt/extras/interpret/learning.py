@@ -15,13 +15,19 @@ import torch
 
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.data.detokenizer import token_pieces
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
 from minigpt.extras.interpret.run_corpus import validation_batches
+from minigpt.sampling.detokenizer import token_pieces
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import file_version
 
-KINDS = ("first letters of words", "inside words", "spaces and line breaks", "names in capitals", "other")
+KINDS = (
+    "first letters of words",
+    "inside words",
+    "spaces and line breaks",
+    "names in capitals",
+    "other",
+)
 _FIRST, _INSIDE, _SPACE, _CAPITALS, _OTHER = range(len(KINDS))
 MAP_TOKENS = 256  # of the text whose attention is measured
 
@@ -65,8 +71,15 @@ def measure(snapshot: Path, version: str) -> dict[str, Any] | None:
         induction_scores(model, tokenizer.vocab_size),
     )
     return {
-        "kinds": {name: losses[kinds == i].mean().item() for i, name in enumerate(KINDS) if (kinds == i).any()},
-        **{name: None if math.isnan(table[name].sum()) else table[name].tolist() for name in ("previous", "induction")},
+        "kinds": {
+            name: losses[kinds == i].mean().item()
+            for i, name in enumerate(KINDS)
+            if (kinds == i).any()
+        },
+        **{
+            name: None if math.isnan(table[name].sum()) else table[name].tolist()
+            for name in ("previous", "induction")
+        },
     }
 
 
@@ -76,7 +89,9 @@ def token_kinds(texts: Sequence[str]) -> list[int]:
     kinds = [_SPACE if character.isspace() else _OTHER for character in text]
     for word in re.finditer(r"[^\W\d_]+", text):
         in_capitals = len(word[0]) > 1 and word[0].isupper()
-        of_letters = [_CAPITALS] * len(word[0]) if in_capitals else [_FIRST, *[_INSIDE] * (len(word[0]) - 1)]
+        of_letters = (
+            [_CAPITALS] * len(word[0]) if in_capitals else [_FIRST, *[_INSIDE] * (len(word[0]) - 1)]
+        )
         kinds[slice(*word.span())] = of_letters
     found, start = [], 0
     for part in texts:

@@ -21,7 +21,7 @@ from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import STARTS, Corpus, Split
 from minigpt.extras.interpret.run_corpus import find_corpus
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
 from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write, file_version, sha256_json
@@ -56,13 +56,17 @@ class Index:
     def longest_match(self, part: bytes) -> tuple[int, int]:
         """Return the length and the offset of the longest beginning of `part` that occurs in the text, in bytes."""
         place = bisect_left(self.suffixes, part, key=lambda at: self.text[at : at + len(part)])
-        near = self.suffixes[max(0, place - 1) : place + 1].tolist()  # the suffixes before and after `part`
+        near = self.suffixes[
+            max(0, place - 1) : place + 1
+        ].tolist()  # the suffixes before and after `part`
         return max((_shared(part, self.text[at : at + len(part)]), at) for at in near)
 
 
 def _shared(a: bytes, b: bytes) -> int:
     """Return the length of the longest common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def build_index(corpus: Corpus) -> Index:
@@ -71,7 +75,10 @@ def build_index(corpus: Corpus) -> Index:
     kept = _read(file, fingerprint)
     if kept or not corpus.provenance:  # the folder is of another tool
         return kept or _build(corpus)
-    with suppress(OSError), FileLock(f"{file}.lock"):  # a read-only disk; another process may be building it
+    with (
+        suppress(OSError),
+        FileLock(f"{file}.lock"),
+    ):  # a read-only disk; another process may be building it
         index = _read(file, fingerprint) or _build(corpus)
         with suppress(OSError), atomic_write(file) as partial, open(partial, "wb") as opened:
             opened.write(fingerprint + index.text)
@@ -83,7 +90,13 @@ def build_index(corpus: Corpus) -> Index:
 
 def _fingerprint(corpus: Corpus) -> bytes:
     """Identify the documents of an index, and that they are separated."""
-    values = [BORDER.hex(), MAX_INDEXED, corpus.sha256, dict(corpus.provenance), corpus.tokenizer.to_dict()]
+    values = [
+        BORDER.hex(),
+        MAX_INDEXED,
+        corpus.sha256,
+        dict(corpus.provenance),
+        corpus.tokenizer.to_dict(),
+    ]
     return sha256_json(values).encode()
 
 
@@ -119,7 +132,9 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
         if len(text) < limit:
             ids = tokens[begin : begin + _DECODED].tolist()
             text += b"".join([token_bytes.get(i, BORDER) for i in ids])
-    if end is None and part.documents > 1:  # between them are line breaks, which are also within them
+    if (
+        end is None and part.documents > 1
+    ):  # between them are line breaks, which are also within them
         if not len(corpus.tokenizer.separator):
             raise UserError("the tokenizer separates no documents, so none is compared by itself")
         file = part.files[0].with_suffix(STARTS)
@@ -127,7 +142,9 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
         breaks = starts[(starts > 0) & (starts <= len(text))] - 1
         marked = np.frombuffer(text, np.uint8)
         if len(starts) != part.documents or (marked[breaks] != ord("\n")).any():
-            raise UserError(f"{file} is missing or damaged; remove {file.parent} to have it written again")
+            raise UserError(
+                f"{file} is missing or damaged; remove {file.parent} to have it written again"
+            )
         marked[breaks] = ord(BORDER)
     return bytes(text[:limit])
 
@@ -145,7 +162,10 @@ def originality(index: Index, *texts: str) -> dict[str, Any]:
     longest, spans = 0, list[dict[str, Any]]()
     for sample, given in enumerate(texts):
         text = given.removesuffix("\ufffd")  # a sample may end within a character
-        data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
+        data, starts = (
+            text.encode(),
+            [0, *accumulate(len(character.encode()) for character in text)],
+        )
         matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
         for n in NGRAMS:
             whole = enumerate(matches[: max(0, len(text) - n + 1)])
@@ -156,7 +176,11 @@ def originality(index: Index, *texts: str) -> dict[str, Any]:
             longest = max(longest, end - i)
             if end > reached and end - i >= SPAN:
                 last = at + starts[end] - starts[i]  # the match may go on within a character
-                before = index.text[max(0, at - CONTEXT) : at].rpartition(BORDER)[2].decode(errors="ignore")
+                before = (
+                    index.text[max(0, at - CONTEXT) : at]
+                    .rpartition(BORDER)[2]
+                    .decode(errors="ignore")
+                )
                 after = index.text[last : last + CONTEXT].partition(BORDER)[0]
                 context = {"before": before, "after": after.decode(errors="ignore")}
                 spans.append({"sample": sample, "start": i, "end": end, **context})
@@ -178,12 +202,18 @@ def compare(checkpoint: Path, *texts: str) -> dict[str, Any]:
     return {"text": originality(index, *texts), "validation": validation}
 
 
-def comparison(checkpoint: Path) -> Callable[[Sequence[str]], tuple[list[dict[str, Any]], str]] | None:
+def comparison(
+    checkpoint: Path,
+) -> Callable[[Sequence[str]], tuple[list[dict[str, Any]], str]] | None:
     """Return a function of texts that returns their `spans` and a table; None, with a warning, without the corpus."""
 
     def show(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
         found = compare(checkpoint, *texts)
-        part = "" if found["text"]["whole"] else "\nonly the first 100 MB of the training text were searched"
+        part = (
+            ""
+            if found["text"]["whole"]
+            else "\nonly the first 100 MB of the training text were searched"
+        )
         table = format_table({"samples": found["text"], "validation_text": found["validation"]})
         return found["text"]["spans"], table + part
 
@@ -204,7 +234,14 @@ def _load(checkpoint: Path, version: str) -> tuple[Index, dict[str, Any]]:
 
 
 def final_originality(
-    model: GPT, corpus: Corpus, sample: str, folder: Path, *, characters: int, seed: int, seconds: float
+    model: GPT,
+    corpus: Corpus,
+    sample: str,
+    folder: Path,
+    *,
+    characters: int,
+    seed: int,
+    seconds: float,
 ) -> dict[str, Any] | None:
     """Draw some text; compare it, the final sample and the validation text with the training text, in `samples.txt`.
 
@@ -221,7 +258,9 @@ def final_originality(
         # Of the token files of another tool, only the validation split was counted.
         n_bytes = corpus.train.bytes or corpus.train.tokens * corpus.val.bytes / corpus.val.tokens
         if n_bytes > MAX_INDEXED_AFTER_TRAINING:
-            raise RunError(f"the training text has more than 20 MB; compare with {usage('sample')} --originality")
+            raise RunError(
+                f"the training text has more than 20 MB; compare with {usage('sample')} --originality"
+            )
         index = build_index(corpus)
         # Draw samples until they have enough characters; those that end with a document are short.
         ids = corpus.tokens("val")[:_DECODED].tolist()
@@ -258,13 +297,21 @@ def _figures(compared: Mapping[str, Any]) -> dict[str, Any]:
 def validation_texts(corpus: Corpus, characters: int) -> list[str]:
     """Return the first documents of the validation split, for comparison: people repeat themselves too."""
     text = read_documents(corpus, "val", 4 * characters)  # bytes: a character has at most 4
-    return text.replace(BORDER, "\ufffd".encode()).decode(errors="replace")[:characters].split("\ufffd")
+    return (
+        text.replace(BORDER, "\ufffd".encode())
+        .decode(errors="replace")[:characters]
+        .split("\ufffd")
+    )
 
 
 def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Format the results of `originality` for texts by their names, one line per text."""
-    lines = ["new n-grams of characters, n =" + "".join(f"{n:8}" for n in NGRAMS) + "   longest match"]
+    lines = [
+        "new n-grams of characters, n =" + "".join(f"{n:8}" for n in NGRAMS) + "   longest match"
+    ]
     for name, row in rows.items():
-        shares = "".join(f"{'–':>8}" if share is None else f"{share:8.1%}" for share in row["new"].values())
+        shares = "".join(
+            f"{'–':>8}" if share is None else f"{share:8.1%}" for share in row["new"].values()
+        )
         lines.append(f"{name.replace('_', ' '):30}{shares}{row['longest']:16,}")
     return "\n".join(lines)

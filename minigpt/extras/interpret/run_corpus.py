@@ -16,8 +16,8 @@ from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
 from minigpt.data.sources import find_sources
 from minigpt.data.tokenizer import from_dict
-from minigpt.model import GPT
-from minigpt.run_config import RunConfig
+from minigpt.model.gpt import GPT
+from minigpt.runs.run_config import RunConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
@@ -25,7 +25,17 @@ from minigpt.utils.terminal import warn
 TOKENS_PER_BATCH = 4096
 # The settings of the data group that select the text.
 _TEXT = (
-    *("path", "val_path", "field", "separator", "split", "val_fraction", "source", "train_bin", "val_bin"),
+    *(
+        "path",
+        "val_path",
+        "field",
+        "separator",
+        "split",
+        "val_fraction",
+        "source",
+        "train_bin",
+        "val_bin",
+    ),
     *("dataset", "subset", "revision", "train_split", "val_split"),
 )
 
@@ -74,7 +84,9 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
         )
 
 
-def find_resumed_corpus(run: RunConfig, folder: Path | None, missing: UserError) -> token_files.Corpus:
+def find_resumed_corpus(
+    run: RunConfig, folder: Path | None, missing: UserError
+) -> token_files.Corpus:
     """Return the corpus of the run that is resumed, from its token files, if its text cannot be found.
 
     Args:
@@ -96,12 +108,21 @@ def find_resumed_corpus(run: RunConfig, folder: Path | None, missing: UserError)
     saved = content[MINIGPT]
     with explain_errors("the corpus of the checkpoint cannot be read"):
         before = saved["config"]
-        same = all(before["data"].get(key) == data.get(key) for key in _TEXT) and before["tokenizer"] == run.tokenizer
+        same = (
+            all(before["data"].get(key) == data.get(key) for key in _TEXT)
+            and before["tokenizer"] == run.tokenizer
+        )
         found = _find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
     if found is None:
-        problem = "has none of the run" if same else "is not searched, because other settings select the text"
+        problem = (
+            "has none of the run"
+            if same
+            else "is not searched, because other settings select the text"
+        )
         raise UserError(f"{missing}; or restore its token files: {data['folder']}/tokens {problem}")
-    warn(f"{str(missing).partition(';')[0]}: resuming on the token files in {found.train.files[0].parent}")
+    warn(
+        f"{str(missing).partition(';')[0]}: resuming on the token files in {found.train.files[0].parent}"
+    )
     return found
 
 
@@ -119,7 +140,9 @@ def _find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus |
     for meta in sorted(folder.glob(f"*/{token_files.META}")):
         with suppress(UserError):  # incomplete or damaged token files
             corpus = token_files.load(meta.parent)
-            same_split = all(data[key] == value for key, value in corpus.provenance.items() if key in data)
+            same_split = all(
+                data[key] == value for key, value in corpus.provenance.items() if key in data
+            )
             same_files = run.get("corpus_provenance", corpus.provenance) == corpus.provenance
             if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split and same_files:
                 return corpus

@@ -36,7 +36,9 @@ class Snapshots(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         size = BYTES_PER_PARAMETER * pl_module.model.config.num_params() / 1e6
         self.steps = log_spaced(self.max_steps, min(self.count, int(self.max_mb / size)))
-        for step, file in find_snapshots(trainer.default_root_dir).items() if trainer.is_global_zero else ():
+        for step, file in (
+            find_snapshots(trainer.default_root_dir).items() if trainer.is_global_zero else ()
+        ):
             if step > trainer.global_step:  # the run resumes from before
                 file.unlink()
 
@@ -47,16 +49,27 @@ class Snapshots(Callback):
             return
         self.last_step = step
         check_saved(pl_module.model)
-        averages = [callback.ema for callback in trainer.callbacks if isinstance(callback, EMACallback)]
+        averages = [
+            callback.ema for callback in trainer.callbacks if isinstance(callback, EMACallback)
+        ]
         for ema in averages:
             ema.swap()
         state = trainer.strategy.lightning_module_state_dict()
         for ema in averages:
             ema.swap()
         if trainer.is_global_zero:
-            (content,) = (callback.contents for callback in trainer.callbacks if isinstance(callback, ResumeState))
-            copies = {x.data_ptr(): x.to("cpu", torch.bfloat16, copy=True) for x in state.values()}  # of tied, one
-            content = {**content, "state_dict": {name: copies[x.data_ptr()] for name, x in state.items()}}
+            (content,) = (
+                callback.contents
+                for callback in trainer.callbacks
+                if isinstance(callback, ResumeState)
+            )
+            copies = {
+                x.data_ptr(): x.to("cpu", torch.bfloat16, copy=True) for x in state.values()
+            }  # of tied, one
+            content = {
+                **content,
+                "state_dict": {name: copies[x.data_ptr()] for name, x in state.items()},
+            }
             self.writer.submit(_write, content, snapshot_path(trainer.default_root_dir, step))
 
     on_train_end = on_train_batch_start
@@ -70,7 +83,11 @@ class Snapshots(Callback):
 
 def log_spaced(last: int, count: int) -> set[int]:
     """Return 0 and up to `count` - 1 steps from 1 to `last` with evenly spaced logarithms; none for a count below 2."""
-    return {0, *(round(last ** (1 - i / max(1, count - 2))) for i in range(count - 1))} if count > 1 else set()
+    return (
+        {0, *(round(last ** (1 - i / max(1, count - 2))) for i in range(count - 1))}
+        if count > 1
+        else set()
+    )
 
 
 def _write(content: dict[str, Any], file: Path) -> None:

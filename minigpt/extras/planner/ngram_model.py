@@ -21,7 +21,9 @@ def evenly_spaced(tokens: Tokens, count: int) -> Array:
     return tokens[starts[:, None] + np.arange(_PIECE)].reshape(-1)
 
 
-def ngram_losses(train: Array, val: Array, vocab_size: int, longest: int) -> tuple[list[float], list[int]]:
+def ngram_losses(
+    train: Array, val: Array, vocab_size: int, longest: int
+) -> tuple[list[float], list[int]]:
     """Count the n-grams of up to `longest` tokens in `train`, and predict `val` from them.
 
     The probability of a token after n - 1 others mixes its frequency there with the probability by n - 2 of them:
@@ -36,16 +38,23 @@ def ngram_losses(train: Array, val: Array, vocab_size: int, longest: int) -> tup
     Source: Witten & Bell, 1991, method C, https://doi.org/10.1109/18.87000
     """
     p = np.full(len(val), 1 / vocab_size)
-    before_train, before_val = np.zeros(len(train), np.uint64), np.zeros(len(val), np.uint64)  # hashes of n - 1 tokens
+    before_train, before_val = (
+        np.zeros(len(train), np.uint64),
+        np.zeros(len(val), np.uint64),
+    )  # hashes of n - 1 tokens
     losses, distinct = [], []
     for n in range(1, longest + 1):
         keys, counts = np.unique(_keys(before_train, train)[n - 1 :], return_counts=True)
         contexts = keys >> np.uint64(_TOKEN_BITS)
-        starts = np.flatnonzero(np.diff(contexts, prepend=contexts[0] + np.uint64(1)))  # keys are sorted
+        starts = np.flatnonzero(
+            np.diff(contexts, prepend=contexts[0] + np.uint64(1))
+        )  # keys are sorted
         totals, kinds = np.add.reduceat(counts, starts), np.diff(starts, append=len(keys))
         wanted = _keys(before_val, val)
         count = _find(keys, counts, wanted)
-        total, kind = (_find(contexts[starts], v, wanted >> np.uint64(_TOKEN_BITS)) for v in (totals, kinds))
+        total, kind = (
+            _find(contexts[starts], v, wanted >> np.uint64(_TOKEN_BITS)) for v in (totals, kinds)
+        )
         p = np.where(total > 0, (count + kind * p) / np.maximum(total + kind, 1), p)
         losses.append(float(-np.log(p[longest - 1 :]).mean()))
         distinct.append(len(keys))

@@ -19,29 +19,41 @@ from filelock import FileLock
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.config import GPTConfig
-from minigpt.cpu_threads import ThreadBalancer, cpu_threads
 from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
-from minigpt.device import training_precision
-from minigpt.distributed.process_group import started_together
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads
-from minigpt.model import GPT
-from minigpt.run_config import RunConfig
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.lightning_workarounds import set_up_process
 from minigpt.runs.overrides import given_settings
 from minigpt.runs.run import load_parts
+from minigpt.runs.run_config import RunConfig
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.runs.trainer import partial_from_config
-from minigpt.sweeps.settings import relevant_settings
+from minigpt.sweeps.point_settings import relevant_settings
+from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads
+from minigpt.training.precision import training_precision
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
+from minigpt.utils.ranks import launcher_sizes
 
 # (n_layer, n_embd); a step of each takes up to twice the time of the one before
 SIZES = (
-    *((1, 64), (2, 64), (2, 96), (2, 128), (2, 192), (2, 256), (3, 256), (3, 384), (4, 384), (4, 512), (6, 512)),
+    *(
+        (1, 64),
+        (2, 64),
+        (2, 96),
+        (2, 128),
+        (2, 192),
+        (2, 256),
+        (3, 256),
+        (3, 384),
+        (4, 384),
+        (4, 512),
+        (6, 512),
+    ),
     *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
 )
 LEAST_VAL_BYTES = 1000
@@ -52,7 +64,10 @@ FITTED = re.compile(
     r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
     r"|compile|threads|checkpoint_blocks|collective_timeout"
 )
-COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
+COUNTED_TOKENS, SCORED_TOKENS = (
+    1_000_000,
+    100_000,
+)  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
@@ -62,7 +77,9 @@ COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
 COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
-OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
+OVERHEAD = (
+    5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
+)
 EMA_STEPS = 1e7  # that an average in single precision can follow
 VALIDATING, MOST_VALIDATIONS = 0.05, 10  # share of the time and number of validations, at most
 
@@ -80,11 +97,17 @@ class Text:
     ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
-def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float) -> DictConfig:
+def plan_run(
+    cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float
+) -> DictConfig:
     """Return `cfg` with the plan of the run that resumes, or a new one. Minutes count from `started`."""
-    if started_together():
+    if launcher_sizes():
         raise UserError("minutes plans for one process; set max_steps instead")
-    given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
+    given, file, sweep = (
+        given_settings(overrides),
+        folder / RUN_PLAN,
+        folder.resolve().parent / PLAN,
+    )
     options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
     if cfg.resume == "auto" and file.exists():
         plan = _read_plan(file)
@@ -110,7 +133,9 @@ def _read_plan(file: Path) -> Any:
         raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
 
 
-def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
+def make_plan(
+    cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float
+) -> dict[str, Any]:
     """Choose the settings that are not `given`; return them, the expected loss if it is known, and lines about both.
 
     Args:
@@ -122,7 +147,9 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
-        raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
+        raise UserError(
+            f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes"
+        )
     step, settings = fastest_learner(cfg, corpus, given, text, budget)
     trial = updated(cfg, settings)
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
@@ -130,7 +157,10 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     longer = min(2.0, 3 * MEASURING * budget)
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
     # Drawing takes as long as training.
-    drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
+    drawing = min(
+        (cfg.originality or 0) * step / tokens_per_step(trial),
+        max(FINAL_SECONDS, FINAL_SHARE * budget),
+    )
     fills_time = step * most_steps(trial, given, text) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
@@ -142,13 +172,18 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     )
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
-        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
+        raise UserError(
+            f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}"
+        )
     # Before the plan is written, which a resumed run reads again.
     load_parts(RunConfig.from_hydra(trial), corpus=corpus)
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
     unfitted += [f"max_steps below {LEAST_STEPS}"] if trial.max_steps < LEAST_STEPS else []
     if unfitted:
-        expected, loss = None, f"unknown: the formula of the loss was not fitted to runs with {', '.join(unfitted)}"
+        expected, loss = (
+            None,
+            f"unknown: the formula of the loss was not fitted to runs with {', '.join(unfitted)}",
+        )
     else:
         expected = expected_loss(trial, text)
         loss = f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}"
@@ -166,13 +201,19 @@ def fastest_learner(
 
     Sizes are measured from the smallest on, until the expected loss rises.
     """
-    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
+    candidates: list[
+        tuple[float, float, Settings]
+    ] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
+        if candidates and (
+            settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens
+        ):
             continue  # the settings that are given leave one size, or it is too large
-        step = step_seconds(updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget))
+        step = step_seconds(
+            updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget)
+        )
         tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
         candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
@@ -207,13 +248,24 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
     if precision == "auto":
         precision = training_precision(accelerator)
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
-    module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
+    module = GPT(
+        GPTConfig(
+            **{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}
+        )
+    )
     if cfg.compile:
         module.compile()
     model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
-    sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
+    sizes: Any = {
+        "batch_size": cfg.data.batch_size,
+        "rank": 0,
+        "world_size": 1,
+        "device": fabric.device,
+    }
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
-    batches = Batches(corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes)
+    batches = Batches(
+        corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes
+    )
     times = [time.perf_counter()]
     with cpu_threads(cfg.threads):
         fixed = cfg.threads is not None or fabric.device.type != "cpu"
@@ -229,7 +281,10 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
             times.append(time.perf_counter())
             if len(times) > 4 and times[-1] - times[1] > seconds:  # the first step compiles
                 break
-    return median(b - a for a, b in pairwise(times[len(times) // 2 :])) * cfg.trainer.accumulate_grad_batches
+    return (
+        median(b - a for a, b in pairwise(times[len(times) // 2 :]))
+        * cfg.trainer.accumulate_grad_batches
+    )
 
 
 def compiled_step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
@@ -264,7 +319,11 @@ def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
     per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
     rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
     batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
-    return {"model.block_size": block_size, "data.batch_size": batch_size, "model.ngram_buckets": buckets}
+    return {
+        "model.block_size": block_size,
+        "data.batch_size": batch_size,
+        "model.ngram_buckets": buckets,
+    }
 
 
 def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Settings:
@@ -275,20 +334,30 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
     most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
     tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
     n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n], text))
-    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n], possible / n)
+    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(
+        text, tokens[n], possible / n
+    )
 
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
     most = most_steps(cfg, given, text)
-    whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
+    whole = (
+        0.3 * step * text.val_tokens / tokens_per_step(cfg)
+    )  # seconds of a validation: a third is forward
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
-    part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)  # of the validation split
+    part = min(
+        1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens
+    )  # of the validation split
     least = 1 if "eval_batches" in given else 2
     validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
     if "eval_batches" not in given:
         part = min(1.0, VALIDATING * seconds / (validations * whole))
-    steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
+    steps = (
+        most
+        if "max_steps" in given
+        else min(most, int((seconds - validations * part * whole) / step))
+    )
     averaged = min(max(2, 0.05 * steps), EMA_STEPS)
     rates = [x for x in ("lr", "adam_lr") if x in cfg.optimizer]
     scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
@@ -296,7 +365,9 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
         "eval_batches": None if part == 1 else max(1, int(part * text.val_tokens / per_batch)),
-        "ema_decay": round(1 - 1 / averaged, 3 + int(log10(averaged))),  # 1 - decay has three digits
+        "ema_decay": round(
+            1 - 1 / averaged, 3 + int(log10(averaged))
+        ),  # 1 - decay has three digits
         "schedule.warmup_steps": min(100, steps // 100),
         **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in rates},
     }
@@ -310,7 +381,9 @@ def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:
 
 def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
     """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
-    fresh = 2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))  # repeats: https://arxiv.org/abs/2305.16264
+    fresh = (
+        2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))
+    )  # repeats: https://arxiv.org/abs/2305.16264
     return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
@@ -325,14 +398,21 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
     loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
-    loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
+    loss *= (
+        max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1
+    )  # learns from more than is counted
     return loss, 0.15 * loss
 
 
 def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
     """Return the lines that describe a plan."""
-    sizes = ", ".join(f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram"))
-    epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text)))
+    sizes = ", ".join(
+        f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram")
+    )
+    epochs, most = (
+        n / text.tokens
+        for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text))
+    )
     return [
         f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms{', compiled' if cfg.compile else ''}",
         f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
@@ -343,7 +423,9 @@ def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
 def without(given: set[str], settings: Settings) -> Settings:
     """Return the settings whose key and config group are not given; a given corpus has the batch size of the plan."""
     given = given - {"data"}
-    return {key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given}
+    return {
+        key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given
+    }
 
 
 def updated(cfg: DictConfig, settings: Settings) -> DictConfig:

@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from minigpt.run_config import normalize
 from minigpt.runs.overrides import given_settings
+from minigpt.runs.run_config import normalize
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.errors import require
 
@@ -59,6 +59,8 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
             f"a multiple of {least}",
             "use one, or set model.head_dim too",
         )
-        possible = [n for n in range(groups, n_embd + 1, groups) if n_embd % (n * least // groups) == 0]
+        possible = [
+            n for n in range(groups, n_embd + 1, groups) if n_embd % (n * least // groups) == 0
+        ]
         n_head = min(possible, key=lambda n: abs(n_embd / n - HEAD_WIDTH))
     return n_embd, n_head

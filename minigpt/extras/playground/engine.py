@@ -1,7 +1,7 @@
 """Generation for many requests at once: one thread per model that decodes all running requests in one batch.
 
 Requests join and leave the batch between two steps. A request has its own random generator, so its tokens are those
-of `minigpt.generation.generate` with its settings and seed, whatever else runs, except for rounding: matrix products
+of `minigpt.sampling.generation.generate` with its settings and seed, whatever else runs, except for rounding: matrix products
 of another batch size can differ in the last bits of the logits.
 
 Shapes: B running requests, V vocab.
@@ -18,16 +18,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from minigpt.cpu_threads import ThreadBalancer
-from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.decoder import make_decoder
 from minigpt.extras.playground.free_memory import memory
-from minigpt.fast_decoder import drop_older_half, first_window
-from minigpt.generation import NON_FINITE, check_ids, score_logits, score_windows
-from minigpt.generation_settings import Sampling
-from minigpt.model import GPT
-from minigpt.sampling import PerSampleRNG, draw, unused_ids
+from minigpt.model.gpt import GPT
+from minigpt.sampling.decoder import drop_older_half, first_window
+from minigpt.sampling.detokenizer import Detokenizer
+from minigpt.sampling.filters import PerSampleRNG, draw, unused_ids
+from minigpt.sampling.generation import (
+    NON_FINITE,
+    check_ids,
+    make_decoder,
+    score_logits,
+    score_windows,
+)
+from minigpt.sampling.settings import Sampling
+from minigpt.training.cpu_threads import ThreadBalancer
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.terminal import log
 
@@ -49,7 +54,9 @@ class SampleRequest:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str | int, ...] = ()  # strings and token ids
     seed: int = 0
-    n_top: int | None = 0  # likely alternatives to return per token; None: no log-probabilities and ranks either
+    n_top: int | None = (
+        0  # likely alternatives to return per token; None: no log-probabilities and ranks either
+    )
 
     @property
     def length(self) -> int:
@@ -64,7 +71,9 @@ class Token:
     id: int
     logprob: float | None = None  # in nats, before temperature and filters
     rank: int = 0  # number of likelier tokens
-    top: list[tuple[int, float]] = field(default_factory=list)  # the likeliest with log-probabilities, in this order
+    top: list[tuple[int, float]] = field(
+        default_factory=list
+    )  # the likeliest with log-probabilities, in this order
     reason: str | None = None  # "stop" or "length" with the last token of a request
     sample: int = 0  # index of its request among those of a stream
     text: str = ""  # the characters that a generated token completes, up to and with a stop string
@@ -92,7 +101,9 @@ class Engine:
         self._n_calls = 0
         # Of the thread:
         self._decoder = make_decoder(model)
-        self._unused = unused_ids(tokenizer.token_bytes, model.config.vocab_size, self._decoder.device)  # (V,)
+        self._unused = unused_ids(
+            tokenizer.token_bytes, model.config.vocab_size, self._decoder.device
+        )  # (V,)
         self._threads = ThreadBalancer(fixed=self._decoder.device.type != "cpu")
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
@@ -122,14 +133,16 @@ class Engine:
         self._check_room(1)
         self._n_calls += 1
         try:
-            return await self._loop.run_in_executor(self._thread, torch.inference_mode()(function), self.model)
+            return await self._loop.run_in_executor(
+                self._thread, torch.inference_mode()(function), self.model
+            )
         finally:
             self._n_calls -= 1
 
     async def score(self, prompt: list[int], *, n_top: int = 0) -> list[Token]:
         """Return every token of a prompt, with the log-probability after those before it of all but the first.
 
-        The windows are those of `minigpt.generation.score`; steps of other requests run between two of them.
+        The windows are those of `minigpt.sampling.generation.score`; steps of other requests run between two of them.
         """
         check_ids(prompt, self.model.config.vocab_size)
         tokens, windows = [Token(prompt[0])], score_windows(self.model, prompt, 1, n_top)
@@ -154,7 +167,9 @@ class Engine:
     async def close(self) -> None:
         """End the thread; requests that run or wait raise RunError."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-        _deliver([(job.stream, RunError("the engine is closed")) for job in self._jobs if not job.ended])
+        _deliver(
+            [(job.stream, RunError("the engine is closed")) for job in self._jobs if not job.ended]
+        )
 
     def _check_room(self, n_new: int) -> None:
         self._jobs = [job for job in self._jobs if not job.ended]
@@ -217,8 +232,12 @@ class Engine:
         for context, group in groupby(self._waiting[:room], lambda job: job.context):
             unread -= len(context)
             jobs = list(group)
-            longest = max(job.request.length for job in self._running + jobs)  # rows of the cache have equal lengths
-            room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(self._running)
+            longest = max(
+                job.request.length for job in self._running + jobs
+            )  # rows of the cache have equal lengths
+            room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(
+                self._running
+            )
             if unread < 0 or room <= 0:
                 break
             joining = jobs[:room]
@@ -236,8 +255,16 @@ class Engine:
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
         rows: Iterable[Any] = [(token, 0.0, 0, []) for token in tokens.tolist()]
         if n_tops:
-            scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))  # of NaN: V is drawn
-            rows = zip(tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top, strict=True)
+            scored = score_logits(
+                logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops)
+            )  # of NaN: V is drawn
+            rows = zip(
+                tokens.tolist(),
+                scored.logprobs.tolist(),
+                scored.ranks.tolist(),
+                scored.top,
+                strict=True,
+            )
         for job, token in zip(self._running, rows, strict=True):
             self._send([(job.stream, job.append(*token))], at_once=job.ended or job.n_tokens == 1)
 
@@ -258,11 +285,17 @@ class Engine:
             )
         return tokens
 
-    def _send(self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True) -> None:
+    def _send(
+        self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True
+    ) -> None:
         """Put items into their streams, in one call of the event loop."""
         self._unsent += items
         if at_once or time.monotonic() >= self._next_send:
-            ready, self._unsent, self._next_send = self._unsent, [], time.monotonic() + _SEND_SECONDS
+            ready, self._unsent, self._next_send = (
+                self._unsent,
+                [],
+                time.monotonic() + _SEND_SECONDS,
+            )
             self._loop.call_soon_threadsafe(_deliver, ready)  # raises if the event loop is closed
 
 
@@ -298,7 +331,9 @@ class TokenStream(asyncio.Queue[Token | Exception], AsyncIterator[Token]):
 class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
 
-    def __init__(self, request: SampleRequest, index: int, stream: TokenStream, engine: Engine) -> None:
+    def __init__(
+        self, request: SampleRequest, index: int, stream: TokenStream, engine: Engine
+    ) -> None:
         device, self.config = engine.model.wte.weight.device, engine.model.config
         self.request, self.index, self.stream = request, index, stream
         self.n_tokens, self.ended = 0, False
@@ -311,7 +346,9 @@ class _Job:
             self.seen = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=device)
             self.seen[request.prompt] = True
 
-    def append(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Token | Exception:
+    def append(
+        self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]
+    ) -> Token | Exception:
         """Append a token; return it, or the error if the logits are NaN or infinite, which is token V."""
         if token == self.config.vocab_size:
             self.ended = True

@@ -1,7 +1,7 @@
 """Write a model as one HTML page that generates text in a browser, without a server and without a network.
 
 The page holds the style and the scripts of `page/`, the tokenizer, and the weights in base64. The scripts repeat the
-forward pass of `minigpt.model` and the filters and draws of `minigpt.sampling`. The page makes no request, and its
+forward pass of `minigpt.model.gpt` and the filters and draws of `minigpt.sampling.filters`. The page makes no request, and its
 content security policy allows only its own style and script.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.model import GPT
+from minigpt.model.config import GPTConfig
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
@@ -27,7 +27,10 @@ BYTES_PER_WEIGHT = {"float16": 2, "float32": 4}  # of the matrices, by format
 MAX_WEIGHT_BYTES = 64_000_000
 MAX_PAGE_BYTES = 15_500_000  # of the weights in base64, with snapshots
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
-_STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
+_STYLE, _SCRIPT = (
+    '<link rel="stylesheet" href="style.css">\n',
+    '<script type="module" src="server.js"></script>\n',
+)
 _SUPPORTED = re.compile(r"const SUPPORTED = (\{[^}]*\})")
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
 
@@ -73,7 +76,9 @@ def export_html(
     tensors = dict(model.named_parameters())  # each once, also if blocks or embeddings share it
     weights = [_pack_all(model, tensors, weight_format)]
     steps = _spaced(list(snapshots), int(MAX_PAGE_BYTES / len(weights[0])) - 1)
-    weights += [_pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps]
+    weights += [
+        _pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps
+    ]
     description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
     data = {
@@ -106,12 +111,16 @@ def render(data: Mapping[str, Any], weights: str = "") -> str:
     """
     style, script = _read("style.css"), "\n".join(_modules("browser.js", {}).values())
     digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (style, script))
-    style_hash, script_hash = (f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
+    style_hash, script_hash = (
+        f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests
+    )
     policy = (
         f"default-src 'none'; style-src {style_hash}; script-src {script_hash}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    inline_style = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+    inline_style = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
+    )
     # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
     values = json.dumps(data, separators=(",", ":"), allow_nan=False)
     values = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", values)
@@ -120,7 +129,12 @@ def render(data: Mapping[str, Any], weights: str = "") -> str:
         f'<script type="text/plain" id="weights">{weights}</script>\n'
         f'<script type="module">{script}</script>\n</body>'
     )
-    return _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "").replace("</body>", elements)
+    return (
+        _read("index.html")
+        .replace(_STYLE, inline_style)
+        .replace(_SCRIPT, "")
+        .replace("</body>", elements)
+    )
 
 
 def check_supported(config: GPTConfig) -> None:
@@ -168,7 +182,11 @@ def _read(name: str) -> str:
 def _spaced(items: list[int], count: int) -> list[int]:
     """Return up to `count` evenly spaced items, the first and the last among them; none for a count below two."""
     count = min(count, len(items))
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else []
+    return (
+        [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+        if count > 1
+        else []
+    )
 
 
 def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
@@ -178,6 +196,8 @@ def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
         array = state[name].float().numpy()
         halved = array.ndim > 1 and weight_format == "float16"
         if halved and (largest := abs(array).max()) >= 65504:
-            raise UserError(f"--weights must be float32 for {name}, which holds {largest:.3g}, got {weight_format}")
+            raise UserError(
+                f"--weights must be float32 for {name}, which holds {largest:.3g}, got {weight_format}"
+            )
         packed.append(array.astype("<f2" if halved else "<f4").tobytes())
     return base64.b64encode(b"".join(packed)).decode("ascii")

@@ -23,13 +23,20 @@ def read_history(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, csv.Error):
         return None
     curves = {name: _thin(columns.get(name, [])) for name in ("train_loss", "val_loss")}
-    return {**curves, "samples": [{"step": step, "text": text} for step, text in read_samples(folder)]}
+    return {
+        **curves,
+        "samples": [{"step": step, "text": text} for step, text in read_samples(folder)],
+    }
 
 
 def read_samples(folder: Path) -> list[tuple[int, str]]:
     """Return the step and the text of each sample in `samples.txt`; none if it is missing."""
     file = folder / SAMPLES
-    parts = _SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
+    parts = (
+        _SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace"))
+        if file.is_file()
+        else []
+    )
     texts = (part.partition(ORIGINALITY_HEADER)[0].strip() for part in parts[2::2])
     return list(zip(map(int, parts[1::2]), texts, strict=True))
 

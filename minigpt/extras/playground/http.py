@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from minigpt.extras.playground.engine import Engine, QueueFull, TokenStream
 from minigpt.extras.playground.loaded_models import LoadError, Models, UnknownModel
-from minigpt.generation_settings import RULES, Sampling
+from minigpt.sampling.settings import RULES, Sampling
 from minigpt.utils.checks import CLOSED_FRACTION, Rule, as_integer, integer, is_number
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
@@ -26,7 +26,12 @@ Answer = Callable[[Engine, dict[str, Any]], Coroutine[Any, Any, Response]]
 MAX_BODY_BYTES = 1 << 20
 MAX_TOKENS = 65_536  # of a prompt, and of a sample
 _JSON = "application/json"
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(eq=False)
@@ -68,15 +73,26 @@ class ApiError(Exception):
 
     def content(self) -> dict[str, Any]:
         """Return what OpenAI's clients expect."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": sanitize_line(self.message), "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {
+                "message": sanitize_line(self.message),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     def response(self) -> Response:
         """Return the response to the request."""
         return json_response(self.content(), self.status, self.headers)
 
 
-def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Return a response of ASCII, so that it can hold lone surrogates."""
     return Response(json.dumps(content), status, headers, _JSON)
 
@@ -93,7 +109,9 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 
     async def endpoint(request: Request) -> Response:
         working = asyncio.create_task(work(await _read_json(request)))
-        disconnect = asyncio.ensure_future(request.receive())  # after the body, there is no other message
+        disconnect = asyncio.ensure_future(
+            request.receive()
+        )  # after the body, there is no other message
         disconnect.add_done_callback(lambda _: working.cancel())
         try:
             return await working

@@ -7,7 +7,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, follow_latest, named_path, run_folder
+from minigpt.checkpoints.find import (
+    BEST,
+    find_checkpoint,
+    find_snapshots,
+    follow_latest,
+    named_path,
+    run_folder,
+)
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import file_version
 
@@ -30,7 +37,9 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
     Raises UserError if a source does not exist, or there is no run.
     """
     if not sources:
-        newest_first = sorted(Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
+        newest_first = sorted(
+            Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True
+        )
         sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None))]
     found: dict[str, str] = {}
     for source in sources:
@@ -39,14 +48,21 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
             if (path / "sweep.json").exists():
                 path = run_folder(find_checkpoint(path))
             source = str(path.resolve())
-            path = path.resolve() if (path / "config.json").is_file() else named_path(find_checkpoint(path))
+            path = (
+                path.resolve()
+                if (path / "config.json").is_file()
+                else named_path(find_checkpoint(path))
+            )
         else:
             from minigpt.checkpoints.init_from import find_pretrained
 
             find_pretrained(source)
         if source not in found.values():
             name, with_parent = path.name, "/".join(path.parts[-2:])  # a run of a sweep is a number
-            names = chain([with_parent if name.isdigit() else name, with_parent], map(f"{name}-{{}}".format, count(2)))
+            names = chain(
+                [with_parent if name.isdigit() else name, with_parent],
+                map(f"{name}-{{}}".format, count(2)),
+            )
             found[next(name for name in names if name not in found)] = source
     return found
 
@@ -68,8 +84,14 @@ class Models:
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
-        paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
-        return [name for name, path in paths.items() if name in self._loads or path.exists() or not path.is_absolute()]
+        paths = {
+            name: Path(source) for name, source in self.sources.items()
+        }  # an id of the Hub is relative
+        return [
+            name
+            for name, path in paths.items()
+            if name in self._loads or path.exists() or not path.is_absolute()
+        ]
 
     def find(self, name: str) -> tuple[str, int | None]:
         """Return the name of a model and the step of its snapshot, which is None without one; or raise UnknownModel."""
@@ -78,7 +100,9 @@ class Models:
             return name, None
         if base not in names or not step.isdecimal():
             raise UnknownModel(f"the model {name!r} does not exist; GET /v1/models lists all")
-        if step not in map(str, found := find_snapshots(self.sources[base])):  # int() refuses 4,301 digits
+        if step not in map(
+            str, found := find_snapshots(self.sources[base])
+        ):  # int() refuses 4,301 digits
             steps = ", ".join(map(str, found)) or "none"
             raise UnknownModel(f"{base} has no snapshot of step {step}; it has those of {steps}")
         return base, int(step)
@@ -88,7 +112,9 @@ class Models:
         base, step = self.find(name)
         loaded, load = self._loads.get(name, ("", None))
         version = self._version(base, step) or loaded
-        if load is None or (version != loaded and load.done() and not load.result().busy):  # the run has another one
+        if load is None or (
+            version != loaded and load.done() and not load.result().busy
+        ):  # the run has another one
             load = asyncio.create_task(self._load(name, base, step))
             self._loads[name] = version, load
         if step is not None:
@@ -110,8 +136,8 @@ class Models:
 
     async def _load(self, name: str, base: str, step: int | None) -> "Engine":
         from minigpt.checkpoints.init_from import find_pretrained
-        from minigpt.device import find_device
         from minigpt.extras.playground.engine import Engine
+        from minigpt.training.precision import find_device
 
         try:
             found = await asyncio.to_thread(find_pretrained, self.sources[base], step=step)
@@ -124,7 +150,11 @@ class Models:
             raise
 
     def _forget_snapshots(self, *, but: str) -> None:
-        for name in [name for name in self._loads if name not in self.sources and name.rpartition("@")[0] != but]:
+        for name in [
+            name
+            for name in self._loads
+            if name not in self.sources and name.rpartition("@")[0] != but
+        ]:
             _, load = self._loads[name]
             if load.done() and not load.result().busy:
                 del self._loads[name]

@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minigpt.data.detokenizer import token_pieces
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token, TokenStream
 from minigpt.extras.playground.loaded_models import Models
-from minigpt.generation import check_ids
+from minigpt.sampling.detokenizer import token_pieces
+from minigpt.sampling.generation import check_ids
 from minigpt.utils.checks import BOOLEAN, integer
 from minigpt.utils.errors import UserError
 
@@ -44,7 +44,9 @@ def api_routes(models: Models) -> list[Route]:
     """Return the routes of the API."""
 
     async def list_models(request: Request) -> Response:
-        return http.json_response({"object": "list", "data": [describe(name) for name in models.names()]})
+        return http.json_response(
+            {"object": "list", "data": [describe(name) for name in models.names()]}
+        )
 
     async def retrieve_model(request: Request) -> Response:
         models.find(name := request.path_params["name"])
@@ -66,9 +68,17 @@ async def _generate(engine: Engine, values: dict[str, Any], *, chat: bool) -> Re
     prompts = [await _read_prompt(engine, call, prompt) for prompt in call.prompts]
     call.n_read = sum(len(ids) for ids, _ in prompts)
     common = (call.max_tokens, call.sampling, call.stop)
-    requests = [SampleRequest(ids, *common, call.seed + i, call.n_top) for ids, _ in prompts for i in range(call.n)]
+    requests = [
+        SampleRequest(ids, *common, call.seed + i, call.n_top)
+        for ids, _ in prompts
+        for i in range(call.n)
+    ]
     tokens = engine.generate(*(requests if call.max_tokens else ()))
-    samples = [Part(begin.text, [*begin.tokens], begin.reason) for _, begin in prompts for _ in range(call.n)]
+    samples = [
+        Part(begin.text, [*begin.tokens], begin.reason)
+        for _, begin in prompts
+        for _ in range(call.n)
+    ]
     if call.stream:
         return http.stream(
             tokens,
@@ -93,8 +103,14 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     call = SimpleNamespace(**{"tokenizer": engine.tokenizer, "chat": chat, "echo": False} | values)
     if chat:
         contents = (message.get("content") or "" for message in call.messages)
-        texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents]
-        messages = [{"role": m["role"], "content": text} for m, text in zip(call.messages, texts, strict=True)]
+        texts = [
+            text if isinstance(text, str) else "".join(part["text"] for part in text)
+            for text in contents
+        ]
+        messages = [
+            {"role": m["role"], "content": text}
+            for m, text in zip(call.messages, texts, strict=True)
+        ]
         call.prompts = [messages if engine.tokenizer.encode_chat else "\n".join(texts)]
         call.n_top = (call.top_logprobs or 0) if call.logprobs else None
         call.max_tokens = call.max_completion_tokens or call.max_tokens
@@ -108,8 +124,13 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
             f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}",
             param="n",
         )
-    stops, special = [call.stop] if isinstance(call.stop, str) else call.stop, engine.tokenizer.special
-    in_chat = chat and engine.tokenizer.encode_chat is not None  # where any special token ends a turn
+    stops, special = (
+        [call.stop] if isinstance(call.stop, str) else call.stop,
+        engine.tokenizer.special,
+    )
+    in_chat = (
+        chat and engine.tokenizer.encode_chat is not None
+    )  # where any special token ends a turn
     ends = special.values() if in_chat else [special[text] for text in stops if text in special]
     call.stop = (*stops, *ends, *engine.tokenizer.end_ids)
     call.seed = random.getrandbits(32) if call.seed in (None, -1) else call.seed
@@ -118,14 +139,18 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     return call
 
 
-async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tuple[list[int], Part]:
+async def _read_prompt(
+    engine: Engine, call: SimpleNamespace, prompt: Any
+) -> tuple[list[int], Part]:
     """Return the ids of a prompt (a text, ids, or messages), and the part with which its samples begin."""
     ids, begin = prompt, Part(reason=None if call.max_tokens else "length")
     try:
         if (encode_chat := call.tokenizer.encode_chat) and call.chat:
             ids = await asyncio.to_thread(encode_chat, prompt)
         elif isinstance(prompt, str):
-            ids = (await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))).tolist()
+            ids = (
+                await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))
+            ).tolist()
         ids = check_ids(ids, engine.model.config.vocab_size)
     except UserError as error:
         raise http.ApiError(400, f"prompt: {error}", param="prompt") from error
@@ -140,8 +165,14 @@ async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tu
         pieces = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
         texts = [names.get(i, piece) for i, piece in zip(ids, pieces, strict=True)]
         if isinstance(prompt, str):  # without what the tokenizer put before it
-            texts = ["" if i < len(engine.tokenizer.prefix) else text for i, text in enumerate(texts)]
-        tokens = [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
+            texts = [
+                "" if i < len(engine.tokenizer.prefix) else text for i, text in enumerate(texts)
+            ]
+        tokens = (
+            [Token(i) for i in ids]
+            if call.n_top is None
+            else await engine.score(ids, n_top=call.n_top)
+        )
         begin.text = "".join(texts)
         begin.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))
     return ids, begin
@@ -165,7 +196,9 @@ async def _parts(begins: list[Part], tokens: TokenStream) -> AsyncIterator[tuple
         yield i, Part(text[:end], waiting[:n_tokens], token.reason)
 
 
-async def _events(call: SimpleNamespace, begins: list[Part], tokens: TokenStream) -> AsyncIterator[str]:
+async def _events(
+    call: SimpleNamespace, begins: list[Part], tokens: TokenStream
+) -> AsyncIterator[str]:
     """Yield server-sent events."""
     envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
     head = json.dumps(envelope)[:-1]  # of every event: it is encoded once
@@ -191,7 +224,12 @@ def _event(content: object) -> str:
 def _envelope(call: SimpleNamespace) -> dict[str, Any]:
     prefix, kind = ("chatcmpl-", "chat.completion") if call.chat else ("cmpl-", "text_completion")
     kind += ".chunk" if call.chat and call.stream else ""
-    return {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": call.model}
+    return {
+        "id": prefix + uuid.uuid4().hex,
+        "object": kind,
+        "created": int(time.time()),
+        "model": call.model,
+    }
 
 
 def _usage(call: SimpleNamespace, tokens: TokenStream) -> dict[str, int]:
@@ -202,7 +240,9 @@ def _usage(call: SimpleNamespace, tokens: TokenStream) -> dict[str, int]:
 def _choice(call: SimpleNamespace, index: int, part: Part, *, first: bool = True) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": part.reason}
     if call.n_top is not None:
-        choice["logprobs"] = (_chat_logprobs if call.chat else _completion_logprobs)(call.tokenizer, part.tokens)
+        choice["logprobs"] = (_chat_logprobs if call.chat else _completion_logprobs)(
+            call.tokenizer, part.tokens
+        )
     if not call.chat:
         return choice | {"text": part.text}
     role = {"role": "assistant"} if first else {}
@@ -212,7 +252,9 @@ def _choice(call: SimpleNamespace, index: int, part: Part, *, first: bool = True
 def _completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
     def top(token: Token) -> dict[str, Any] | None:
         listed = [*token.top, (token.id, token.logprob)]  # the token itself is always one of them
-        named = {_name(tokenizer, i): logprob for i, logprob in reversed(listed)}  # the likeliest of equal names
+        named = {
+            _name(tokenizer, i): logprob for i, logprob in reversed(listed)
+        }  # the likeliest of equal names
         return None if token.logprob is None else named
 
     return {
@@ -225,9 +267,15 @@ def _completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) 
 
 def _chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
     def entry(i: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": _name(tokenizer, i), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([i]))}
+        return {
+            "token": _name(tokenizer, i),
+            "logprob": logprob,
+            "bytes": list(tokenizer.decode_bytes([i])),
+        }
 
-    listed = [entry(t.id, t.logprob) | {"top_logprobs": [entry(*top) for top in t.top]} for t, _ in tokens]
+    listed = [
+        entry(t.id, t.logprob) | {"top_logprobs": [entry(*top) for top in t.top]} for t, _ in tokens
+    ]
     return {"content": listed, "refusal": None}
 
 
@@ -250,14 +298,23 @@ def _is_message(value: Any) -> bool:
         return False
     content = value.get("content")
     if content is None:
-        return value["role"] == "assistant" and not (value.get("tool_calls") or value.get("function_call"))
+        return value["role"] == "assistant" and not (
+            value.get("tool_calls") or value.get("function_call")
+        )
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts)
+    return all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str)
+        for p in parts
+    )
 
 
 def _is_stop(value: Any) -> bool:
     listed = [value] if isinstance(value, str) else value
-    return isinstance(listed, list) and len(listed) <= 4 and all(isinstance(item, str) and item for item in listed)
+    return (
+        isinstance(listed, list)
+        and len(listed) <= 4
+        and all(isinstance(item, str) and item for item in listed)
+    )
 
 
 # Settings that clients send and that change no result:
@@ -266,7 +323,10 @@ _IGNORED = (
     *("prompt_cache_retention", "cache_prompt"),
     *("tool_choice", "function_call", "parallel_tool_calls"),  # without tools
 )
-_STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second has no effect: it pads events in their length
+_STREAM_OPTIONS = {
+    "include_usage",
+    "include_obfuscation",
+}  # the second has no effect: it pads events in their length
 _COMMON: http.Settings = {
     **http.MODEL,
     **http.SAMPLING,
@@ -292,8 +352,13 @@ _COMMON: http.Settings = {
     "response_format": (None, (lambda v: v == {"type": "text"}, '{"type": "text"}')),
     "reasoning_effort": (None, (lambda v: v == "none", '"none"')),
     "verbosity": (None, (lambda v: v == "medium", '"medium"')),
-    **dict.fromkeys(("repeat_penalty", "typical_p", "length_penalty"), (None, (lambda v: v == 1, "1"))),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, (lambda v: v is True, "true"))),
+    **dict.fromkeys(
+        ("repeat_penalty", "typical_p", "length_penalty"), (None, (lambda v: v == 1, "1"))
+    ),
+    **dict.fromkeys(
+        ("skip_special_tokens", "spaces_between_special_tokens"),
+        (None, (lambda v: v is True, "true")),
+    ),
 }
 _COMPLETION: http.Settings = {
     **_COMMON,
@@ -306,7 +371,10 @@ _CHAT: http.Settings = {
     **_COMMON,
     "messages": (
         http.REQUIRED,
-        (lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_message, v)), "a list of messages of text"),
+        (
+            lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_message, v)),
+            "a list of messages of text",
+        ),
     ),
     "max_tokens": (256, integer(1, http.MAX_TOKENS)),
     "max_completion_tokens": (None, integer(1, http.MAX_TOKENS)),

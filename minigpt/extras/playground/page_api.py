@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.checkpoints.find import find_checkpoint, find_snapshots, run_folder
-from minigpt.data.detokenizer import token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
@@ -22,8 +21,9 @@ from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.extras.playground.export_html import MAX_MAP_TOKENS, describe
 from minigpt.extras.playground.history import read_history, run_status
 from minigpt.extras.playground.loaded_models import Models
-from minigpt.generation import check_ids
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
+from minigpt.sampling.detokenizer import token_pieces
+from minigpt.sampling.generation import check_ids
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require
 
@@ -50,7 +50,9 @@ def page_routes(models: Models) -> list[Route]:
 
     async def originality(engine: Engine, values: dict[str, Any]) -> Response:
         path = find_checkpoint(models.sources[models.find(values["model"])[0]])
-        found = asyncio.get_running_loop().run_in_executor(comparing, compare, path, whole_characters(values["text"]))
+        found = asyncio.get_running_loop().run_in_executor(
+            comparing, compare, path, whole_characters(values["text"])
+        )
         return http.json_response(await found)
 
     def folder_of(request: Request) -> Path:
@@ -70,29 +72,52 @@ def page_routes(models: Models) -> list[Route]:
 
 def _history(folder: Path) -> dict[str, Any]:
     """Return what is known of a run, which may be training: its curves, its samples, its snapshots, its status."""
-    return {**(read_history(folder) or {}), "steps": list(find_snapshots(folder)), "status": run_status(folder)}
+    return {
+        **(read_history(folder) or {}),
+        "steps": list(find_snapshots(folder)),
+        "status": run_status(folder),
+    }
 
 
 async def _score(engine: Engine, values: dict[str, Any]) -> Response:
     ids, tokenizer = values["ids"], engine.tokenizer
     if values["text"]:
-        parsed = (await asyncio.to_thread(tokenizer.parse, whole_characters(values["text"]))).tolist()
+        parsed = (
+            await asyncio.to_thread(tokenizer.parse, whole_characters(values["text"]))
+        ).tolist()
         ids = [*tokenizer.prefix, *parsed]
-    require("the text", f"{len(ids):,} tokens", lambda _: len(ids) <= MAX_SCORED, f"at most {MAX_SCORED:,} tokens long")
+    require(
+        "the text",
+        f"{len(ids):,} tokens",
+        lambda _: len(ids) <= MAX_SCORED,
+        f"at most {MAX_SCORED:,} tokens long",
+    )
     tokens = await engine.score(ids, n_top=N_TOP) if ids else []
     texts = token_pieces(tokenizer, ids)
     if tokenizer.reads_special:
         begin, names = len(tokenizer.prefix), {i: name for name, i in tokenizer.special.items()}
-        texts[begin:] = [names.get(i, text) for i, text in zip(ids[begin:], texts[begin:], strict=True)]
-    return http.json_response({"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]})
+        texts[begin:] = [
+            names.get(i, text) for i, text in zip(ids[begin:], texts[begin:], strict=True)
+        ]
+    return http.json_response(
+        {"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]}
+    )
 
 
 async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
     sampling = http.sampling(values)
     prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.tokenizer.end_ids)
-    tokens = engine.generate(SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
-    lines = (_line(_to_json(engine, token, token.text)) async for token in tokens if token.reason != "stop")
-    return http.stream(tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson")
+    tokens = engine.generate(
+        SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP)
+    )
+    lines = (
+        _line(_to_json(engine, token, token.text))
+        async for token in tokens
+        if token.reason != "stop"
+    )
+    return http.stream(
+        tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson"
+    )
 
 
 def _line(content: object) -> str:
@@ -117,14 +142,23 @@ async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
 
 def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
     """Return a token for the page, with the characters that it completes and the most likely alternatives."""
-    top = [{"id": i, "text": engine.tokenizer.decode([i]), "logprob": value} for i, value in token.top]
+    top = [
+        {"id": i, "text": engine.tokenizer.decode([i]), "logprob": value} for i, value in token.top
+    ]
     return {"id": token.id, "text": text, "logprob": token.logprob, "rank": token.rank, "top": top}
 
 
-_SHORT = (lambda v: isinstance(v, str) and len(v) <= MAX_COMPARED, f"a text of at most {MAX_COMPARED:,} characters")
+_SHORT = (
+    lambda v: isinstance(v, str) and len(v) <= MAX_COMPARED,
+    f"a text of at most {MAX_COMPARED:,} characters",
+)
 _ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, _SHORT)}
 _IDS = (http.is_ids, "a list of token ids")
-_SCORE: http.Settings = {**http.MODEL, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}
+_SCORE: http.Settings = {
+    **http.MODEL,
+    "text": (None, (lambda v: isinstance(v, str), "a text")),
+    "ids": ([], _IDS),
+}
 _GENERATE: http.Settings = {
     **http.MODEL,
     **http.SAMPLING,

@@ -40,7 +40,9 @@ _HEADERS = {
 }
 
 
-def create_app(models: Models, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> ASGIApp:
+def create_app(
+    models: Models, *, host: str, key: str | None = None, origins: Collection[str] = ()
+) -> ASGIApp:
     """Return the application: the page, its API, and that of OpenAI, behind `check_request`."""
 
     @asynccontextmanager
@@ -52,7 +54,9 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
         return json_response({"status": "ok"})
 
     async def to_response(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and "endpoint" not in request.scope:  # no route, and no file of the page
+        if (
+            isinstance(error, HTTPException) and "endpoint" not in request.scope
+        ):  # no route, and no file of the page
             error = not_found(request.method, request.scope["path"])
         return ApiError.of(error).response()
 
@@ -66,7 +70,9 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
         await answer(scope, receive, send)
 
     routes = [Route("/health", health), *api_routes(models), *page_routes(models)]
-    handlers = dict.fromkeys((ApiError, HTTPException, UserError, QueueFull, Exception), to_response)
+    handlers = dict.fromkeys(
+        (ApiError, HTTPException, UserError, QueueFull, Exception), to_response
+    )
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.default = StaticFiles(directory=PAGE, html=True)
     return CORSMiddleware(
@@ -109,9 +115,14 @@ def check_request(scope: Scope, *, host: str, key: str | None, origins: Collecti
         raise ApiError(403, f"Host must be a loopback address or {host}, got {given}; see --host")
     known = (None, f"{scope['scheme']}://{given}", *origins)
     if origin not in known and not _INSTALLED.fullmatch(origin or ""):
-        raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
+        raise ApiError(
+            403,
+            f"Origin must be that of the server, got {origin}; allow others with --allow-origin",
+        )
     kind, _, sent = headers.get("authorization", "").partition(" ")
-    is_known = kind.lower() == "bearer" and compare_digest(sent.strip().encode(), (key or "").encode())
+    is_known = kind.lower() == "bearer" and compare_digest(
+        sent.strip().encode(), (key or "").encode()
+    )
     if key and not is_known and scope["path"].startswith(("/v1/", "/api/")):
         raise ApiError(
             401,
@@ -123,7 +134,9 @@ def check_request(scope: Scope, *, host: str, key: str | None, origins: Collecti
 
 def is_loopback(name: str) -> bool:
     """Return whether a name or address is that of this computer alone."""
-    return name.lower() == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+    return name.lower() == "localhost" or (
+        _is_address(name) and ipaddress.ip_address(name).is_loopback
+    )
 
 
 def _is_address(name: str) -> bool:
@@ -141,8 +154,12 @@ def open_socket(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).lower().partition(" (")[0]
         advice = "choose another --port, or 0 for a free one"
-        raise UserError(f"--host {host} --port {port} cannot be opened ({reason}); {advice}") from error
-    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response waits 40 ms between head and body
+        raise UserError(
+            f"--host {host} --port {port} cannot be opened ({reason}); {advice}"
+        ) from error
+    opened.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+    )  # else a response waits 40 ms between head and body
     return opened
 
 
@@ -162,5 +179,7 @@ def new_server(app: ASGIApp, *, access_log: bool) -> uvicorn.Server:
     )
     log = logging.getLogger("uvicorn.error")
     log.setLevel("ERROR")
-    log.addFilter(lambda record: record.msg.startswith("Cancel"))  # the application prints its errors
+    log.addFilter(
+        lambda record: record.msg.startswith("Cancel")
+    )  # the application prints its errors
     return uvicorn.Server(config)

@@ -37,7 +37,13 @@ class Search(Sweeper):
     compares_batches = True
 
     def __init__(
-        self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int, **of_grid: Any
+        self,
+        params: Mapping[str, Any],
+        prune: bool,
+        n_trials: int,
+        batch: int,
+        seed: int,
+        **of_grid: Any,
     ) -> None:
         super().__init__(params, prune, **of_grid)  # over whose file that of a sweep may be merged
         self.n_trials, self.batch, self.seed = map(as_integer, (n_trials, batch, seed))
@@ -46,13 +52,19 @@ class Search(Sweeper):
 
     def batches(self) -> Iterator[Sequence[Point]]:
         paused = any(refresh(point).status == PAUSED for point in self.existing.values())
-        if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
-            self.points += [self.in_job(self.check)(point.overrides) for point in self.existing.values()]
+        if (
+            paused and not self.prune and self.cfg.pause_at is None
+        ):  # complete them, and choose no others
+            self.points += [
+                self.in_job(self.check)(point.overrides) for point in self.existing.values()
+            ]
             yield self.points
             return
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
+        study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True)
+        )
         seeds = self._seeds()
         searched = [key for key in self.axes if key not in seeds[0]]
         tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
@@ -64,7 +76,9 @@ class Search(Sweeper):
                 values = {key: self._suggest(trial, key) for key in searched}
                 for seed in seeds:
                     self.points.append(self.in_job(self.check)(values | seed))
-                impossible = [point for point in self.points[-len(seeds) :] if point.status == SKIPPED]
+                impossible = [
+                    point for point in self.points[-len(seeds) :] if point.status == SKIPPED
+                ]
                 if impossible:
                     reason = impossible[0].reason
                     del self.points[-len(seeds) :]
@@ -76,12 +90,16 @@ class Search(Sweeper):
         while trials := list(itertools.islice(possible, self.batch)):
             first = len(self.points) - len(trials) * len(seeds)
             yield self.points[first:]
-            for start, trial in zip(range(first, len(self.points), len(seeds)), trials, strict=True):
+            for start, trial in zip(
+                range(first, len(self.points), len(seeds)), trials, strict=True
+            ):
                 self._tell(study, trial, self.points[start : start + len(seeds)])
         if not self.points:
             raise UserError(f"no point of the search is possible: {reason}")
         if (done := len(self.points) // len(seeds)) < self.n_trials:
-            warn(f"the search ends after {done} trials: {tries} tries found no other possible point")
+            warn(
+                f"the search ends after {done} trials: {tries} tries found no other possible point"
+            )
 
     def _tell(self, study: Any, trial: Any, runs: Sequence[Point]) -> None:
         """Report a trial whose runs have ended: the mean of their losses, at a rung if they were paused there."""
@@ -89,7 +107,9 @@ class Search(Sweeper):
 
         rung = paused_at(runs[0], self.points)  # as all runs of a trial
         # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
-        losses: list[Any] = [point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs]
+        losses: list[Any] = [
+            point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs
+        ]
         if None in losses or not {point.status for point in runs} <= {COMPLETED, PAUSED}:
             study.tell(trial, state=TrialState.FAIL)
         elif rung is None:

@@ -34,7 +34,9 @@ class CheckpointCallback(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         """Continue with the best checkpoints of the run that resumes; ignore those of another run."""
         state = checkpoint["callbacks"].get(self.state_key)
         if state and resumes_own_run(trainer):
@@ -61,8 +63,14 @@ class CheckpointCallback(Checkpoint):
         elif files[self.best[0][1]] != best:
             hardlink_or_copy(files[self.best[0][1]], best)
         if expected != self.best[:1]:
-            now = f"using that of step {self.best[0][1]}" if self.best else "the next validation writes one"
-            warn(f"the best checkpoint, of step {expected[0][1]}, is not in {short_path(self.folder)}; {now}")
+            now = (
+                f"using that of step {self.best[0][1]}"
+                if self.best
+                else "the next validation writes one"
+            )
+            warn(
+                f"the best checkpoint, of step {expected[0][1]}, is not in {short_path(self.folder)}; {now}"
+            )
         self._link(file, step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -74,7 +82,10 @@ class CheckpointCallback(Checkpoint):
 
     def _link(self, file: Path, step: int) -> None:
         """Link a checkpoint that is among the best to `best` and `step-N`; remove those that no longer are."""
-        best = {step: self.folder / f"step-{step}.safetensors" for _, step in self.best[: self.save_top_k]}
+        best = {
+            step: self.folder / f"step-{step}.safetensors"
+            for _, step in self.best[: self.save_top_k]
+        }
         if step in list(best)[:1]:
             hardlink_or_copy(file, self.folder / Path(BEST).name)
         if step in best and self.save_top_k > 1:

@@ -16,9 +16,17 @@ class CollectiveTimeout(L.Callback):
     def __init__(self, seconds: float) -> None:
         self.timeout = timedelta(seconds=seconds)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        n_bytes = 4 * 4 * sum(p.numel() for p in pl_module.parameters())  # weights, their averages, two moments
-        set_timeout(min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND)))
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        n_bytes = (
+            4 * 4 * sum(p.numel() for p in pl_module.parameters())
+        )  # weights, their averages, two moments
+        set_timeout(
+            min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND))
+        )
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         set_timeout(self.timeout)

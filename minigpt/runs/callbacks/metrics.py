@@ -11,14 +11,14 @@ import torch
 from tqdm import tqdm
 
 from minigpt.checkpoints.find import BEST
-from minigpt.cpu_threads import ThreadBalancer
 from minigpt.distributed.process_group import gather_objects
-from minigpt.ops import local_shard
-from minigpt.run_config import RunConfig
+from minigpt.model.ops import local_shard
 from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
 from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.metrics_csv import read_metrics
+from minigpt.runs.run_config import RunConfig
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, short_path, update_latest_link
+from minigpt.training.cpu_threads import ThreadBalancer
 from minigpt.utils.errors import Diverged
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
@@ -65,9 +65,13 @@ class MetricsCallback(L.Callback):
 
     def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:
         self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
-        self.tokens_per_step = run.data["batch_size"] * run.trainer["accumulate_grad_batches"] * block_size
+        self.tokens_per_step = (
+            run.data["batch_size"] * run.trainer["accumulate_grad_batches"] * block_size
+        )
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
-        self._clock: float | None = None  # end of `seconds`; None before training and during validation
+        self._clock: float | None = (
+            None  # end of `seconds`; None before training and during validation
+        )
         self._linked = False  # whether `latest` points at the run
         self._losses: list[torch.Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
@@ -94,21 +98,35 @@ class MetricsCallback(L.Callback):
         self._thread_changes = state_dict.get("thread_changes", [])
         self.started -= state_dict["wall_seconds"]
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
         for logger in trainer.loggers:
             logger.save()
-        for name in (METRICS, SAMPLES):  # after a power failure, no checkpoint is newer than its logs
+        for name in (
+            METRICS,
+            SAMPLES,
+        ):  # after a power failure, no checkpoint is newer than its logs
             sync(Path(trainer.default_root_dir) / name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._resumed_losses:  # with another number of ranks, each rank takes the mean
             dtype = torch.promote_types(pl_module.dtype, torch.float32)  # of a loss
-            losses = torch.tensor(self._resumed_losses, device=pl_module.device, dtype=dtype)  # (ranks, batches)
+            losses = torch.tensor(
+                self._resumed_losses, device=pl_module.device, dtype=dtype
+            )  # (ranks, batches)
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         if self._given_threads:
-            torch.set_num_threads(self._given_threads)  # Lightning has changed it, if there are several processes
-        fixed = self._given_threads or self._deterministic or trainer.world_size > 1 or pl_module.device.type != "cpu"
+            torch.set_num_threads(
+                self._given_threads
+            )  # Lightning has changed it, if there are several processes
+        fixed = (
+            self._given_threads
+            or self._deterministic
+            or trainer.world_size > 1
+            or pl_module.device.type != "cpu"
+        )
         self._threads = ThreadBalancer(fixed=bool(fixed))
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
@@ -138,20 +156,26 @@ class MetricsCallback(L.Callback):
                 f"{str(dtype).removeprefix('torch.')}; use trainer.precision=auto"
             )
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         # The number of what Lightning's own callbacks log themselves, such as LearningRateMonitor
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
         self._clock = self._clock or time.perf_counter()
         self._threads.start()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         threads = torch.get_num_threads()
         change = self._threads.end()
         if torch.get_num_threads() != threads:
             self._thread_changes.append([trainer.global_step, torch.get_num_threads()])
         if change:
             with tqdm.external_write_mode(file=sys.stderr):  # beside the progress bar
-                append_log(Path(trainer.default_root_dir), f"step {trainer.global_step:,}: {change}")
+                append_log(
+                    Path(trainer.default_root_dir), f"step {trainer.global_step:,}: {change}"
+                )
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
         step, accumulate = trainer.global_step, trainer.accumulate_grad_batches
         if (batch_idx + 1) % accumulate:
@@ -180,7 +204,13 @@ class MetricsCallback(L.Callback):
                 )
 
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: L.Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         if self._progress:
             self._progress.log_validation(batch_idx + 1, int(trainer.num_val_batches[0]))
@@ -189,7 +219,10 @@ class MetricsCallback(L.Callback):
         loss, val = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus.val  # type: ignore[attr-defined]
         if not isfinite(loss):
             raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
-        self._log(trainer, {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)})
+        self._log(
+            trainer,
+            {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)},
+        )
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._progress:
@@ -202,15 +235,21 @@ class MetricsCallback(L.Callback):
         folder = Path(trainer.default_root_dir)
         columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
         saved = trainer.checkpoint_callback
-        losses = saved.best if isinstance(saved, CheckpointCallback) else []  # whose checkpoints are left
+        losses = (
+            saved.best if isinstance(saved, CheckpointCallback) else []
+        )  # whose checkpoints are left
         losses = losses or [(loss, step) for step, loss in columns.get("val_loss", [])]
         best_val_loss, best_step = min(losses, default=(None, None))
         # A run that could not resume is where its rows end; a callback may log a step that then fails.
-        steps = trainer.global_step or max((points[-1][0] for points in columns.values()), default=0)
+        steps = trainer.global_step or max(
+            (points[-1][0] for points in columns.values()), default=0
+        )
         tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
-            "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(best_step or 0),
+            "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(
+                best_step or 0
+            ),
             "best_step": best_step,
             "steps": steps,
             "tokens": tokens,
@@ -241,14 +280,20 @@ class MetricsCallback(L.Callback):
 
     def _log_training(self, trainer: L.Trainer, pl_module: Any) -> None:
         step = trainer.global_step
-        by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)  # since the last row
-        losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
+        by_step = (
+            torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)
+        )  # since the last row
+        losses: list[float] = trainer.strategy.reduce(
+            by_step, reduce_op="mean"
+        ).tolist()  # waits for a GPU
         self._update_seconds()
         self._losses.clear()
         for logged_step, loss in enumerate(losses, step - len(losses) + 1):
             if not isfinite(loss):
                 raise Diverged(loss, logged_step, pl_module.learning_rate)
-        tokens_per_second = len(losses) * self.tokens_per_step / (self.seconds - self._logged_seconds)
+        tokens_per_second = (
+            len(losses) * self.tokens_per_step / (self.seconds - self._logged_seconds)
+        )
         flops = tokens_per_second * pl_module.model.config.flops_per_token()
         metrics = {
             "tokens": step * self.tokens_per_step,
@@ -269,10 +314,20 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     """Return lines that describe the run before it trains, one name and value per line."""
     corpus, model = trainer.datamodule.corpus, pl_module.model  # type: ignore[attr-defined]
     config, steps = model.config, trainer.max_steps - trainer.global_step
-    n_tokens, n_train, tokenizer = steps * tokens_per_step, corpus.train.tokens, corpus.tokenizer.to_dict()["name"]
-    shape = ", ".join(f"{name} {getattr(config, name)}" for name in ("n_layer", "n_head", "n_embd", "block_size"))
+    n_tokens, n_train, tokenizer = (
+        steps * tokens_per_step,
+        corpus.train.tokens,
+        corpus.tokenizer.to_dict()["name"],
+    )
+    shape = ", ".join(
+        f"{name} {getattr(config, name)}" for name in ("n_layer", "n_head", "n_embd", "block_size")
+    )
     rate = trainer.optimizers[0].param_groups[0]["lr"]
-    resumed = f" from step {trainer.global_step:,} at learning rate {rate:.3g}" if trainer.global_step else ""
+    resumed = (
+        f" from step {trainer.global_step:,} at learning rate {rate:.3g}"
+        if trainer.global_step
+        else ""
+    )
     epochs, each = f"{n_tokens / n_train:.2f} epochs", config.flops_per_token()
     flops = f"{n_tokens * each:.3g} FLOPs ({each:.3g} per token)"
     ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
@@ -292,4 +347,8 @@ def device_name(device: torch.device, threads: int | None = None) -> str:
     """Return the GPU's name, or the device type with the number of threads for a CPU (None: the present number)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {threads or torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    return (
+        f"cpu, {threads or torch.get_num_threads()} threads"
+        if device.type == "cpu"
+        else device.type
+    )

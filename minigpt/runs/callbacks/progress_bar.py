@@ -44,7 +44,11 @@ class Progress:
             }
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
-            append_log(self.folder, f"step {step}/{self.bar.total}  {self._line()}", show=bool(self.bar.disable))
+            append_log(
+                self.folder,
+                f"step {step}/{self.bar.total}  {self._line()}",
+                show=bool(self.bar.disable),
+            )
             if notebook():
                 plot_curves(self.folder)
         self.bar.set_description_str(self._line(), refresh=False)

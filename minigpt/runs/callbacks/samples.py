@@ -16,10 +16,10 @@ import torch
 from tqdm import tqdm
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
-from minigpt.generation import Sample, stream
-from minigpt.generation_settings import check_settings
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
 from minigpt.runs.run_dir import SAMPLES
+from minigpt.sampling.generation import Sample, stream
+from minigpt.sampling.settings import check_settings
 from minigpt.utils.cli import error_text
 from minigpt.utils.terminal import unescape, warn
 
@@ -41,9 +41,13 @@ class Samples(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
-        encode_prompt(self.tokenizer, self.prompt)  # a character that the tokenizer lacks is an error before training
+        encode_prompt(
+            self.tokenizer, self.prompt
+        )  # a character that the tokenizer lacks is an error before training
         trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch  # type: ignore[attr-defined]
-        self.settings["max_new_tokens"] = self.max_new_tokens or max(16, min(200, int(trained * DRAWN_SHARE)))
+        self.settings["max_new_tokens"] = self.max_new_tokens or max(
+            16, min(200, int(trained * DRAWN_SHARE))
+        )
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
@@ -55,20 +59,32 @@ class Samples(L.Callback):
                     wandb.log_html("samples", text)
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
+def sample_text(
+    model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any
+) -> str:
     """Return a prompt and one continuation of it, as `draw` does."""
     (drawn,) = draw(model, tokenizer, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)
     return prompt + drawn.text
 
 
 def draw(
-    model: GPT, tokenizer: Tokenizer, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: Any,
+    *,
+    seconds: float,
+    max_new_tokens: int,
+    **settings: Any,
 ) -> list[Sample]:
     """Return what `generate` draws after the ids of a prompt (T,), but stop after so many seconds.
 
     A sample ends with its document, as those of sample.py.
     """
-    end, samples, mode = time.perf_counter() + seconds, list[Sample](), torch.get_deterministic_debug_mode()
+    end, samples, mode = (
+        time.perf_counter() + seconds,
+        list[Sample](),
+        torch.get_deterministic_debug_mode(),
+    )
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
         steps: Any = stream(
@@ -79,8 +95,12 @@ def draw(
             stop=tokenizer.end_ids,
             **settings,
         )
-        hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
-        for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
+        hidden = (
+            True if seconds == inf else None
+        )  # beside the bar of the training, and unless on a terminal
+        for step in tqdm(
+            steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"
+        ):
             samples = samples or [Sample() for _ in step.tokens]
             for i, sample in enumerate(samples):
                 sample.append(step, i)

@@ -10,7 +10,13 @@ import lightning.pytorch as L
 import torch
 
 from minigpt.checkpoints.find import LAST
-from minigpt.utils.signals import END_SIGNALS, HANGUP_SIGNAL, REQUEUE_SIGNAL, Interrupted, raise_interrupted
+from minigpt.utils.signals import (
+    END_SIGNALS,
+    HANGUP_SIGNAL,
+    REQUEUE_SIGNAL,
+    Interrupted,
+    raise_interrupted,
+)
 
 
 class GracefulShutdown(L.Callback):
@@ -26,14 +32,21 @@ class GracefulShutdown(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Replace the handlers; Lightning restores those from before the training when it ends."""
         in_main = threading.current_thread() is threading.main_thread()
-        for signum in END_SIGNALS if in_main else ():  # but not one that is ignored, or that submitit handles
+        for signum in (
+            END_SIGNALS if in_main else ()
+        ):  # but not one that is ignored, or that submitit handles
             if signal.getsignal(signum) != signal.SIG_IGN and (
-                signum != REQUEUE_SIGNAL or signal.getsignal(signum) in (signal.SIG_DFL, raise_interrupted)
+                signum != REQUEUE_SIGNAL
+                or signal.getsignal(signum) in (signal.SIG_DFL, raise_interrupted)
             ):
                 signal.signal(signum, self._receive)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (
+            batch_idx + 1
+        ) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients
             return
         if trainer.world_size == 1:
             self._end(trainer, self.received)

@@ -19,7 +19,12 @@ from minigpt.utils.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 72, "head_dim": 8}
+SMALL |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 72,
+    "head_dim": 8,
+}
 NESTED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 NESTED |= {"original_max_position_embeddings": 32}
 LLAMA3 = {**NESTED, "rope_theta": 500.0}
@@ -60,12 +65,16 @@ def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path)
     ours = load_folder(tmp_path)
-    tokens = torch.randint(0, ours.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, ours.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1)
+    )
     with torch.no_grad():
         expected = theirs(tokens, labels=tokens)
         assert_near(ours(tokens), expected.logits, terms=terms_of(ours.config))
         assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(tokens[:1, :8], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    text = theirs.generate(
+        tokens[:1, :8], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     (sample,) = generate(ours, tokens[0, :8], max_new_tokens=64, temperature=0)
     assert sample.tokens == text[0, 8:].tolist()
 
@@ -74,7 +83,9 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     other = random_model("Llama with one key-value head")
     other.save_pretrained(tmp_path, max_shard_size="10kB")
     random_model("Llama").bfloat16().save_pretrained(tmp_path / "new", max_shard_size="20kB")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "new", dtype=torch.float32
+    )
     for file in (tmp_path / "new").iterdir():
         file.replace(tmp_path / file.name)
     check_logits(tmp_path, theirs)
@@ -82,16 +93,22 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     content = index.read_text(encoding="utf-8")
     index.write_text(content.replace("-00001", "-00099"), encoding="utf-8")
     check_refused(tmp_path, "No such file or directory: ", "model-00099-of-")
-    index.write_text(content, encoding="utf-8")  # which transformers leaves behind when it saves one file over shards
+    index.write_text(
+        content, encoding="utf-8"
+    )  # which transformers leaves behind when it saves one file over shards
     other.save_pretrained(tmp_path)
     check_logits(tmp_path, other)
     for file in [index, *tmp_path.glob("*.safetensors")]:
         file.rename(file.with_suffix(".bin"))
-    check_refused(tmp_path, "index.json is missing; weights must be safetensors, because a .bin file can")
+    check_refused(
+        tmp_path, "index.json is missing; weights must be safetensors, because a .bin file can"
+    )
 
 
 def test_a_model_saved_without_its_head_is_read(tmp_path):
-    theirs = random_model("GPT2")  # on the Hub, its weights have names without `transformer.`, and no head
+    theirs = random_model(
+        "GPT2"
+    )  # on the Hub, its weights have names without `transformer.`, and no head
     theirs.transformer.save_pretrained(tmp_path)
     check_logits(tmp_path, theirs)
 
@@ -100,7 +117,9 @@ def test_a_model_saved_without_its_head_is_read(tmp_path):
 def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
     def sizes(values: dict[str, Any]) -> GPTConfig:
         config = config_to_ours(values)
-        return replace(config, n_kv_head=config.n_kv_head or config.n_head, head_dim=config.head_width)
+        return replace(
+            config, n_kv_head=config.n_kv_head or config.n_head, head_dim=config.head_width
+        )
 
     theirs = transformers.AutoConfig.for_model(model_type).to_dict()
     assert sizes({"model_type": model_type}) == sizes(theirs)
@@ -114,16 +133,25 @@ def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
     theirs = random_model("GPT2")
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"n_ctx": 24}), encoding="utf-8")
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"n_ctx": 24}), encoding="utf-8"
+    )
     assert (
-        load_folder(tmp_path).config.block_size == transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
+        load_folder(tmp_path).config.block_size
+        == transformers.AutoConfig.from_pretrained(tmp_path).n_positions
+        == 72
     )
     check_logits(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place):
-    values = {"model_type": "llama", **SMALL, "rope_theta": 500.0, "original_max_position_embeddings": 32}
+    values = {
+        "model_type": "llama",
+        **SMALL,
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 32,
+    }
     for everywhere in ({}, {"rope_parameters": LLAMA3, "rope_scaling": NESTED}):
         config = config_to_ours(values | {place: NESTED} | everywhere)
         assert (config.rope_base, config.rope_scaling) == (500, (4.0, 1.0, 4.0, 32))
@@ -134,24 +162,41 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
     [
         ({"model_type": "bert"}, f"model_type must be one of {', '.join(FAMILIES)}, got bert"),
         ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of default, llama3, got linear"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_type must be one of default, llama3, got linear",
+        ),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be {'full_attention'}, got {"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must be {'full_attention'}, got {",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
-        ({"rope_parameters": {**NESTED, "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
+        (
+            {"rope_parameters": {**NESTED, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1, got 0.5",
+        ),
         ({"num_hidden_layers": 1}, "unexpected weights: model.layers.1."),
         ({"num_hidden_layers": 3}, "the weight model.layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 10**12}, "its model has 1,000,000,000,000 layers"),
-        ({"tie_word_embeddings": True}, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
-        ({"rope_theta": 1.0, "rope_parameters": ROPE}, "rope_theta must have one value, got 1.0 and 777.0"),
+        (
+            {"tie_word_embeddings": True},
+            "lm_head.weight differs from the embeddings; set tie_word_embeddings to false",
+        ),
+        (
+            {"rope_theta": 1.0, "rope_parameters": ROPE},
+            "rope_theta must have one value, got 1.0 and 777.0",
+        ),
     ],
 )
 def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     random_model("Llama").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(
-        json.dumps({**json.loads(file.read_text(encoding="utf-8")), "rope_parameters": None, **values}),
+        json.dumps(
+            {**json.loads(file.read_text(encoding="utf-8")), "rope_parameters": None, **values}
+        ),
         encoding="utf-8",
     )
     check_refused(tmp_path, "cannot be loaded: ", message)

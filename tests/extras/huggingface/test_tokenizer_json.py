@@ -11,7 +11,16 @@ import rustbpe
 import tiktoken
 import tokenizers
 from corpora import ROOT, on_disk, prepare, random_texts, rows
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minigpt.data import readers
@@ -24,7 +33,11 @@ from minigpt.data.tokenizer import (
     encode_prompt,
     from_dict,
 )
-from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, load_tokenizer, tokenizer_files
+from minigpt.extras.huggingface.tokenizer_json import (
+    HuggingFaceTokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 from minigpt.utils.errors import UserError
 
 TEXT_ALONE = {"add_special_tokens": False, "truncation": False, "padding": False}
@@ -37,7 +50,9 @@ def texts(count, seed=0):
 @cache
 def corpus():
     code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/*.py"))]
-    return code + [text for text in texts(1000) if "<" not in text]  # no special token becomes a token of its text
+    return code + [
+        text for text in texts(1000) if "<" not in text
+    ]  # no special token becomes a token of its text
 
 
 @cache
@@ -50,15 +65,25 @@ def encoding_of(name):
     """A tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
     if name == "gpt2":
         try:
-            return from_dict(BPETokenizer.from_tiktoken(name, Path()).to_dict()), tiktoken.get_encoding(name)
+            return from_dict(
+                BPETokenizer.from_tiktoken(name, Path()).to_dict()
+            ), tiktoken.get_encoding(name)
         except UserError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=PATTERNS[name])
-        tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
-        ranks, special = {token: rank for rank, token in enumerate(tokens)}, {SEPARATOR: 3005, "<|endofprompt|>": 3024}
-        encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special)
+        tokens = [
+            bytes(token)
+            for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+        ]
+        ranks, special = (
+            {token: rank for rank, token in enumerate(tokens)},
+            {SEPARATOR: 3005, "<|endofprompt|>": 3024},
+        )
+        encoding = tiktoken.Encoding(
+            name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special
+        )
         return from_dict(BPETokenizer(name, tokens, special).to_dict()), encoding
     if name == "char":
         return CharTokenizer("".join(sorted(set("".join(samples()))))), None
@@ -77,8 +102,12 @@ def test_every_character_is_split_as_by_tiktoken(name):
     ours, encoding = encoding_of(name)
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
-        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1  # ideographs, syllables, private use
-        characters = [chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
+        step = (
+            16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1
+        )  # ideographs, syllables, private use
+        characters = [
+            chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000
+        ]
         text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
         assert written.encode(text).ids == encoding.encode_ordinary(text)
 
@@ -95,11 +124,21 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
     ours, encoding = encoding_of(name)
     again, rng = load_tokenizer(save(ours, tmp_path)), random.Random(0)
     assert (again.vocab_size, again.token_bytes) == (ours.vocab_size, dict(ours.token_bytes))
-    assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
-    assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (ours.vocab_size, ours.separator.tolist())
-    for model in ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,):
+    assert again.separator.tolist() == (
+        ours.separator.tolist() if isinstance(ours, BPETokenizer) else []
+    )
+    assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (
+        ours.vocab_size,
+        ours.separator.tolist(),
+    )
+    for model in (
+        ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,)
+    ):
         loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, model))
-        assert (loaded.is_fast, loaded.eos_token) == (True, SEPARATOR if isinstance(ours, BPETokenizer) else None)
+        assert (loaded.is_fast, loaded.eos_token) == (
+            True,
+            SEPARATOR if isinstance(ours, BPETokenizer) else None,
+        )
         for text in samples():
             ids = ours.encode(text).tolist()
             assert again.encode(text).tolist() == loaded(text)["input_ids"] == ids
@@ -116,9 +155,18 @@ def build(pre_tokenizer, decoder, normalizer=None, alphabet=None, **options):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     if normalizer:
         tokenizer.normalizer = normalizer
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if alphabet else [SEPARATOR]
-    letters = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters))
+    special = (
+        ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        if alphabet
+        else [SEPARATOR]
+    )
+    letters = {
+        "initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(),
+        "show_progress": False,
+    }
+    tokenizer.train_from_iterator(
+        corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters)
+    )
     return tokenizer
 
 
@@ -127,18 +175,35 @@ def qwen():
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     split = pre_tokenizers.Split(Regex(pattern + r"|\s+(?!\S)|\s+"), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = build(pre_tokenizers.Sequence([split, level]), decoders.ByteLevel(), normalizers.NFC())
+    tokenizer = build(
+        pre_tokenizers.Sequence([split, level]), decoders.ByteLevel(), normalizers.NFC()
+    )
     begin = "<|im_start|>"
-    tokenizer.add_tokens([AddedToken(begin, special=True), AddedToken("<think>", normalized=False), AddedToken("   ")])
-    template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))])
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.add_tokens(
+        [
+            AddedToken(begin, special=True),
+            AddedToken("<think>", normalized=False),
+            AddedToken("   "),
+        ]
+    )
+    template = processors.TemplateProcessing(
+        f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))]
+    )
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=9)
     return tokenizer
 
 
 def sentencepiece():  # of the shape of Llama 2, with a space before the text
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     return build(
         pre_tokenizers.Split("▁", "merged_with_next"),
         decoders.Sequence(steps),
@@ -176,20 +241,28 @@ def write_folder(folder, content, config=None, model=None):
 
 def save(tokenizer, folder, model=None):
     files = tokenizer_files(tokenizer)
-    return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
+    return write_folder(
+        folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2"])
-def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(tmp_path, name, monkeypatch):
+def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(
+    tmp_path, name, monkeypatch
+):
     content, rng = content_of(name), random.Random(0)
     ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
-    reference = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True)
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True
+    )
     assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content).get_vocab().values()) + 1
     for text in ["", " ", "a", "\n", *texts(300, seed=2)]:
         ids = reference(text, **TEXT_ALONE)["input_ids"]
         assert ours.encode(text).tolist() == ids
         decoded = ours.decode(ids)
-        assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(ids, skip_special_tokens=True)
+        assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(
+            ids, skip_special_tokens=True
+        )
         if name not in ("qwen", "llama2"):  # which normalize, and start with a space
             assert decoded == text
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
@@ -208,13 +281,17 @@ def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_w
     documents = [text[:cut], text[cut:]]
     for file, content in (("a.txt", text), ("a.jsonl", rows(documents))):
         prepared = prepare(content, tmp_path / "data", ours.to_dict(), name=file)
-        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in documents]
+        assert on_disk(prepared) == [
+            reference(part, **TEXT_ALONE)["input_ids"] for part in documents
+        ]
 
 
 @pytest.mark.parametrize("dropout", [0.1, 1.0])
 def test_merges_are_not_dropped_at_random(tmp_path, dropout):
     content = json.loads(content_of("gpt2"))
-    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)))
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content))
+    )
     content["model"]["dropout"] = dropout
     ours, text = load_tokenizer(write_folder(tmp_path, json.dumps(content))), corpus()[0]
     ids = reference(text, **TEXT_ALONE)["input_ids"]
@@ -257,21 +334,54 @@ def without_tokens(content):
 
 def stripping(content):
     """Return a tokenizer.json whose special tokens take the spaces around them."""
-    added = [token | {"lstrip": True, "rstrip": True} for token in json.loads(content)["added_tokens"]]
+    added = [
+        token | {"lstrip": True, "rstrip": True} for token in json.loads(content)["added_tokens"]
+    ]
     return json.dumps(json.loads(content) | {"added_tokens": added})
 
 
-NAMED = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "unk_token": "<unk>"}
-WORD = {"content": "zu", "lstrip": False, "normalized": True, "rstrip": True, "single_word": False, "special": False}
+NAMED = {
+    "bos_token": "<s>",
+    "eos_token": {"__type": "AddedToken", "content": "</s>"},
+    "unk_token": "<unk>",
+}
+WORD = {
+    "content": "zu",
+    "lstrip": False,
+    "normalized": True,
+    "rstrip": True,
+    "single_word": False,
+    "special": False,
+}
 IMPORTED = {  # content, tokenizer_config.json, the ids that are added before a text and after it
     "a start token": (lambda: with_template("<s> $A"), NAMED, [1], []),
-    "a start token, bytes": (lambda: with_template("<|im_start|> $A", content_of("qwen")), {}, None, []),
+    "a start token, bytes": (
+        lambda: with_template("<|im_start|> $A", content_of("qwen")),
+        {},
+        None,
+        [],
+    ),
     "a start token that nothing else names": (lambda: with_template("<s> $A"), {}, [1], []),
     "both": (lambda: with_template("<s> $A </s>"), NAMED, [1], [2]),
     "an end token": (lambda: with_template("$A </s>"), NAMED, [], [2]),
-    "none, though the configuration has one": (lambda: content_of("llama2"), NAMED | {"add_bos_token": True}, [], []),
-    "special tokens as text": (lambda: with_template("<s> $A"), NAMED | {"split_special_tokens": True}, [1], []),
-    "tokens of the configuration": (lambda: without_tokens(with_template("<s> $A")), NAMED, [1], []),
+    "none, though the configuration has one": (
+        lambda: content_of("llama2"),
+        NAMED | {"add_bos_token": True},
+        [],
+        [],
+    ),
+    "special tokens as text": (
+        lambda: with_template("<s> $A"),
+        NAMED | {"split_special_tokens": True},
+        [1],
+        [],
+    ),
+    "tokens of the configuration": (
+        lambda: without_tokens(with_template("<s> $A")),
+        NAMED,
+        [1],
+        [],
+    ),
     "tokens that strip spaces": (lambda: stripping(with_template("<s> $A")), NAMED, [1], []),
     "an end token that strips spaces": (
         lambda: with_template("<s> $A"),
@@ -281,7 +391,11 @@ IMPORTED = {  # content, tokenizer_config.json, the ids that are added before a 
     ),
     "more tokens of the configuration": (
         lambda: content_of("gpt2"),
-        {"extra_special_tokens": ["<a>"], "pad_token": "<pad>", "added_tokens_decoder": {"7": WORD}},
+        {
+            "extra_special_tokens": ["<a>"],
+            "pad_token": "<pad>",
+            "added_tokens_decoder": {"7": WORD},
+        },
         [],
         [],
     ),
@@ -299,13 +413,19 @@ def test_the_ids_of_a_prompt_and_of_a_scored_text_are_those_of_transformers(tmp_
         special = ["a</s>", "<s>a </s> b<unk>", "x<|im_start|>y", "<a> <pad>zu<think>"]
         for text in ["a", " a", *special, *texts(60, seed=3)]:
             ids = theirs(text).input_ids
-            assert encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]  # which goes on
+            assert (
+                encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]
+            )  # which goes on
             assert [*ours.prefix, *ours.parse(text).tolist(), *ours.suffix] == ids
             assert (
                 ours.encode(text).tolist()
                 == theirs(text, split_special_tokens=True, add_special_tokens=False).input_ids
             )
-        start = theirs.bos_token_id if "bos_token" in config else (before or ours.separator.tolist() or [0])[0]
+        start = (
+            theirs.bos_token_id
+            if "bos_token" in config
+            else (before or ours.separator.tolist() or [0])[0]
+        )
         assert encode_prompt(ours, "").tolist() == [start]
 
 
@@ -313,7 +433,13 @@ def test_a_prompt_starts_and_ends_with_the_tokens_of_the_folder(tmp_path):
     for config, model, generation, start, ends in (
         ({"bos_token": "\nfrom"}, {"bos_token_id": 7}, None, ["\nfrom"], []),
         ({}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, None, [7], [8, 9]),
-        ({}, {"bos_token_id": 7, "eos_token_id": [8, 9]}, {"bos_token_id": 5, "eos_token_id": 6}, [5], [6]),
+        (
+            {},
+            {"bos_token_id": 7, "eos_token_id": [8, 9]},
+            {"bos_token_id": 5, "eos_token_id": 6},
+            [5],
+            [6],
+        ),
         (
             {"eos_token": SEPARATOR},
             {"eos_token_id": 9},
@@ -328,7 +454,10 @@ def test_a_prompt_starts_and_ends_with_the_tokens_of_the_folder(tmp_path):
             (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
         ours = load_tokenizer(folder)
         known = ours.backend.token_to_id
-        expected = [[known(each) if isinstance(each, str) else each for each in ids] for ids in (start, ends)]
+        expected = [
+            [known(each) if isinstance(each, str) else each for each in ids]
+            for ids in (start, ends)
+        ]
         for tokenizer in (ours, from_dict(json.loads(json.dumps(ours.to_dict())))):
             assert [tokenizer.start.tolist(), tokenizer.end_ids] == expected
 
@@ -336,7 +465,9 @@ def test_a_prompt_starts_and_ends_with_the_tokens_of_the_folder(tmp_path):
 def test_a_tokenizer_of_an_older_checkpoint_is_read_and_written_as_it_was():
     older = {
         "name": "huggingface",
-        "json": from_dict({"name": "huggingface", "json": with_template("<s> $A"), "separator": 2}).json,
+        "json": from_dict(
+            {"name": "huggingface", "json": with_template("<s> $A"), "separator": 2}
+        ).json,
     }
     older["separator"] = 2
     tokenizer = from_dict(older)
@@ -361,17 +492,29 @@ def test_special_tokens_without_an_embedding_are_left_out(tmp_path):
     folder = write_folder(tmp_path, theirs.to_str(), {"pad_token": "<pad>", "eos_token": SEPARATOR})
     ours = load_tokenizer(folder, 1500)
     assert (ours.vocab_size, load_tokenizer(folder).vocab_size) == (1500, 1501)
-    assert encode_prompt(ours, f"a<pad>{SEPARATOR}").tolist() == [*ours.encode("a<pad>").tolist(), *ours.separator]
+    assert encode_prompt(ours, f"a<pad>{SEPARATOR}").tolist() == [
+        *ours.encode("a<pad>").tolist(),
+        *ours.separator,
+    ]
     theirs.add_tokens(["word"])  # in any text
-    assert load_tokenizer(write_folder(folder, theirs.to_str()), 1500).vocab_size > 1500  # which is refused
+    assert (
+        load_tokenizer(write_folder(folder, theirs.to_str()), 1500).vocab_size > 1500
+    )  # which is refused
 
 
 def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
-    exponential = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    exponential = {
+        "type": "Split",
+        "pattern": {"Regex": "(a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     content = json.dumps(json.loads(content_of("gpt2")) | {"pre_tokenizer": exponential})
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
         HuggingFaceTokenizer(content).encode("a" * 60 + "b")
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"
+    ):
         load_tokenizer(tmp_path)
     for text in ("[]", "[" * 100_000, "\udcff"):
         with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
@@ -383,5 +526,7 @@ def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch)
         with pytest.raises(UserError, match="is damaged"):
             load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"):
+    with pytest.raises(
+        UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"
+    ):
         load_tokenizer(tmp_path)

@@ -23,7 +23,9 @@ TOKENIZER = CharTokenizer("\n :EMORWaght")
 
 
 def svg_texts(path: Path) -> list[str]:
-    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))  # beside paths of their letters
+    return re.findall(
+        r"<!-- (.*?) -->", path.read_text(encoding="utf-8")
+    )  # beside paths of their letters
 
 
 def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path):
@@ -43,25 +45,47 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path):
     plot_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]])
     plot_maps(tmp_path / "b.svg", weights, texts, layer=2, head=1)
     shown = svg_texts(tmp_path / "a.svg")
-    labels = ["R", "⏎", "␣", "$", "x", "$", "⟨U+65E5⟩", "␣antidisest…", "⇥⟨U+000D⟩", "⟨U+007F⟩⟨U+…", "∅"]
+    labels = [
+        "R",
+        "⏎",
+        "␣",
+        "$",
+        "x",
+        "$",
+        "⟨U+65E5⟩",
+        "␣antidisest…",
+        "⇥⟨U+000D⟩",
+        "⟨U+007F⟩⟨U+…",
+        "∅",
+    ]
     for label in labels:
         assert shown.count(label) == 4 * labels.count(label)  # two rows of maps and two columns
-    assert [text for text in shown if "layer" in text] == [f"layer {n} · head {m}" for n in (1, 2) for m in (1, 2)]
+    assert [text for text in shown if "layer" in text] == [
+        f"layer {n} · head {m}" for n in (1, 2) for m in (1, 2)
+    ]
     assert shown.count("induction") == 1
-    assert svg_texts(tmp_path / "b.svg").count("0.33") == 3  # the weights in the third row of uniform attention
+    assert (
+        svg_texts(tmp_path / "b.svg").count("0.33") == 3
+    )  # the weights in the third row of uniform attention
 
 
 def test_a_plot_with_fewer_labels_than_tokens_says_so(tmp_path):
     for tokens, said in ((16, False), (65, True)):
         plot_maps(tmp_path / "maps.svg", uniform(tokens)[:1, :1], ["a"] * tokens)
-        assert any("one of 2 tokens has a label" in text for text in svg_texts(tmp_path / "maps.svg")) == said
+        assert (
+            any("one of 2 tokens has a label" in text for text in svg_texts(tmp_path / "maps.svg"))
+            == said
+        )
 
 
 def test_truncate_keeps_the_end_of_a_long_prompt(call, tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
     for prompt, out in (("ROMEO" * 4 + "\nWhat", "cut.svg"), ("OROMEOROMEO\nWhat", "end.svg")):
-        assert call("attention.py", "model.safetensors", "--prompt", prompt, *flags, out).returncode == 0
+        assert (
+            call("attention.py", "model.safetensors", "--prompt", prompt, *flags, out).returncode
+            == 0
+        )
     assert svg_texts(tmp_path / "cut.svg") == svg_texts(tmp_path / "end.svg")
 
 
@@ -81,17 +105,24 @@ def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call, 
 def test_a_folder_of_hugging_face_is_analyzed_as_it_is_sampled_from(call, gpt2_folder, tmp_path):
     options = [str(gpt2_folder), "--prompt", "the quick brown fox"]
     table = call("attention.py", *options, "--out", "heads.svg")
-    assert (table.returncode, len(table.stdout.splitlines())) == (0, 1 + 2 * 2)  # 2 layers of 2 heads
+    assert (table.returncode, len(table.stdout.splitlines())) == (
+        0,
+        1 + 2 * 2,
+    )  # 2 layers of 2 heads
     assert {"layer 2 · head 2", "␣quick", "␣brown"} <= set(svg_texts(tmp_path / "heads.svg"))
     assert call("attention.py", *options).returncode == 0
-    assert (tmp_path / "attention.png").is_file()  # and nothing in the folder of the model, which `once` watches
+    assert (
+        tmp_path / "attention.png"
+    ).is_file()  # and nothing in the folder of the model, which `once` watches
     refused = one_line(call("attention.py", *options, "--ablation", "a.png"))
     assert "--ablation needs the text of a run of minigpt" in refused
 
 
 def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
     trained = train(folder=tmp_path / "runs" / "first")
-    result = call("attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run
+    result = call(
+        "attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg"
+    )  # the newest run
     heads = result.stdout.splitlines()[-4:]
 
     # The loss with all heads is the validation loss of the run.
@@ -107,7 +138,9 @@ def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
 
     # Missing token files are an error and are not written again.
     (tmp_path / "data").rename(tmp_path / "gone")
-    refused = one_line(call("attention.py", "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg"))
+    refused = one_line(
+        call("attention.py", "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg")
+    )
     assert "cannot be read: the token files of the run are not in " in refused
     assert not (tmp_path / "data").exists()
 
@@ -126,8 +159,13 @@ def test_the_text_of_the_ablation_may_be_token_files_of_nanogpt(train, text, tmp
 
 def test_plotting_maps_does_not_change_the_training(train, finished, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    plotted = train("callbacks=attention", "logger=wandb", "callbacks.samples.max_new_tokens=20").folder
-    assert sorted(path.name for path in (plotted / "attention").iterdir()) == ["step-10.png", "step-20.png"]
+    plotted = train(
+        "callbacks=attention", "logger=wandb", "callbacks.samples.max_new_tokens=20"
+    ).folder
+    assert sorted(path.name for path in (plotted / "attention").iterdir()) == [
+        "step-10.png",
+        "step-20.png",
+    ]
     assert not (finished.folder / "attention").exists()
     assert rows(plotted) == rows(finished.folder)
     assert len([*plotted.glob("wandb/offline-run-*/files/media/images/attention_*.png")]) == 2

@@ -16,7 +16,13 @@ from minigpt.extras.interpret import heads
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 1},
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "n_kv_head": 1,
+    },
     "post-norm": {"norm_position": "post", "qk_norm": True, "head_dim": 6, "dropout": 0.4},
 }
 small_model = partial(make_model, std=0.4, n_layer=3)  # attention is far from uniform
@@ -38,7 +44,12 @@ def test_statistics_of_uniform_attention_equal_their_closed_form():
 
 def test_heads_get_the_name_of_the_position_that_they_attend_to():
     T = 16
-    positions = (torch.eye(T).roll(1, dims=0), torch.eye(T), torch.eye(T)[:1].expand(T, -1), uniform(T)[0, 0])
+    positions = (
+        torch.eye(T).roll(1, dims=0),
+        torch.eye(T),
+        torch.eye(T)[:1].expand(T, -1),
+        uniform(T)[0, 0],
+    )
     table = heads.head_table(torch.stack(positions)[None], torch.zeros(1, 4))
     names = heads.head_names(table, T)
     assert names == heads.head_names(table, 8) == [["previous token", "self", "first token", ""]]
@@ -51,7 +62,9 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
     V, T = 10, 16
     token, place, copied = slice(0, V), slice(V, V + T), slice(V + T, 2 * V + T)
     C = 2 * V + T
-    model = make_model(vocab_size=V, block_size=T, n_head=1, n_embd=C, tie_embeddings=False, bias=False, std=None)
+    model = make_model(
+        vocab_size=V, block_size=T, n_head=1, n_embd=C, tie_embeddings=False, bias=False, std=None
+    )
     with torch.no_grad():
         for block in model.blocks:
             block.attention.qkv.weight.zero_()
@@ -69,7 +82,9 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
     scores = heads.induction_scores(model, 10)
     assert float(scores[1, 0]) > 0.9
     assert float(scores[0, 0]) < 0.1  # it attends to the previous token
-    names = heads.head_names(heads.head_table(heads.attention_maps(model, torch.arange(10)), scores), 10)
+    names = heads.head_names(
+        heads.head_table(heads.attention_maps(model, torch.arange(10)), scores), 10
+    )
     assert names == [["previous token"], ["induction"]]
 
 
@@ -77,13 +92,17 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
 def test_ablating_a_head_equals_silencing_it(settings):
     model = small_model(**settings)
     rows = torch.randint(23, (5, 17))
-    dloss, loss = heads.head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
+    dloss, loss = heads.head_ablation(
+        model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)]
+    )  # 2, 2 and 1
     rounded = rounding(loss, terms=terms_of(model.config))
     assert loss == pytest.approx(model(rows[:, :-1], rows[:, 1:]).item(), abs=rounded)
     for layer, head in product(range(3), range(2)):
         attention: Any = model.blocks[layer].attention
         keep = (torch.arange(2) != head).repeat_interleave(attention.head_dim)  # (H·D,)
-        silenced = attention.out.register_forward_pre_hook(lambda _, args, keep=keep: (args[0] * keep,))
+        silenced = attention.out.register_forward_pre_hook(
+            lambda _, args, keep=keep: (args[0] * keep,)
+        )
         with silenced, torch.no_grad():
             expected = float(model(rows[:, :-1], rows[:, 1:])) - loss
         assert float(dloss[layer, head]) == pytest.approx(expected, abs=rounded), (layer, head)
@@ -100,9 +119,13 @@ def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(setti
 
     def compare(attention: Any, args: Any, output: Tensor) -> None:
         projected = attention.qkv(args[0])[0]  # (T, (H + 2 K)·D)
-        v = projected[:, -attention.n_kv_head * attention.head_dim :].unflatten(1, (attention.n_kv_head, -1))
+        v = projected[:, -attention.n_kv_head * attention.head_dim :].unflatten(
+            1, (attention.n_kv_head, -1)
+        )
         weighted = next(remaining) @ v.transpose(0, 1)  # (H, T, D)
-        assert_close(attention.out(weighted.transpose(0, 1).flatten(1)), output[0], rtol=1e-4, atol=1e-5)
+        assert_close(
+            attention.out(weighted.transpose(0, 1).flatten(1)), output[0], rtol=1e-4, atol=1e-5
+        )
 
     remaining = iter(maps)
     for block in model.blocks:
@@ -139,4 +162,6 @@ def test_the_induction_score_is_nan_for_a_short_block_and_chance_for_uniform_att
         torch.nn.init.zeros_(block.attention.qkv.weight)
         torch.nn.init.zeros_(block.attention.qkv.bias)
     chance = np.mean([1 / n for n in range(9, 17)])  # 8 tokens, repeated once
-    assert heads.induction_scores(model, 12).flatten().tolist() == pytest.approx([chance] * 4, rel=1e-5)
+    assert heads.induction_scores(model, 12).flatten().tolist() == pytest.approx(
+        [chance] * 4, rel=1e-5
+    )

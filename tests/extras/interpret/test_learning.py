@@ -17,7 +17,9 @@ def test_kinds_of_tokens():
     def kinds(texts):
         return "".join("fisco"[kind] for kind in token_kinds(texts))
 
-    assert kinds("\nROMEO: O it's") == "scccccosfsfiof"  # "O" alone is a word like others; "it's" is two words
+    assert (
+        kinds("\nROMEO: O it's") == "scccccosfsfiof"
+    )  # "O" alone is a word like others; "it's" is two words
     assert kinds(["The", " qu", "ick", "  ", "ROM", "EO", "", "99"]) == "ffisccoo"
 
 
@@ -32,14 +34,27 @@ def test_losses_and_scores_are_those_of_each_snapshot(trained):
         n = min(len(val) - 1, 4096 // T * T)
         windows = [(val[i : i + T], val[i + 1 : i + 1 + T]) for i in range(0, n, T)]
         with torch.no_grad():
-            losses = torch.cat([F.cross_entropy(model(x[None, : len(y)])[0], y, reduction="none") for x, y in windows])
-        kinds = torch.tensor(token_kinds([tokenizer.decode([i]) for i in val[1 : 1 + len(losses)].tolist()]))
-        expected = {name: losses[kinds == i].mean().item() for i, name in enumerate(KINDS) if (kinds == i).any()}
+            losses = torch.cat(
+                [
+                    F.cross_entropy(model(x[None, : len(y)])[0], y, reduction="none")
+                    for x, y in windows
+                ]
+            )
+        kinds = torch.tensor(
+            token_kinds([tokenizer.decode([i]) for i in val[1 : 1 + len(losses)].tolist()])
+        )
+        expected = {
+            name: losses[kinds == i].mean().item()
+            for i, name in enumerate(KINDS)
+            if (kinds == i).any()
+        }
         assert point["kinds"] == pytest.approx(expected, abs=1e-4)
         maps = attention_maps(model, val[:T])  # (L, H, T, T)
         previous = torch.stack([maps[..., i, i - 1] for i in range(1, T)]).mean(0)
         assert_close(torch.tensor(point["previous"]), previous)
-        assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
+        assert_close(
+            torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size)
+        )
 
 
 def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(train, tmp_path):

@@ -14,10 +14,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
 from minigpt.extras.interpret import originality
-from minigpt.extras.interpret.originality import BORDER, INDEX, NGRAMS, Index, build_index, validation_texts
+from minigpt.extras.interpret.originality import (
+    BORDER,
+    INDEX,
+    NGRAMS,
+    Index,
+    build_index,
+    validation_texts,
+)
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.extras.playground.history import read_samples
-from minigpt.generation import stream
+from minigpt.sampling.generation import stream
 from minigpt.utils.errors import UserError
 
 BPE = {"name": "bpe", "vocab_size": 300}
@@ -39,7 +46,10 @@ def expected_figures(texts: list[str], documents: list[str]) -> dict[str, object
         ngrams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
         lacking = [all(ngram not in document for document in documents) for ngram in ngrams]
         new[str(n)] = pytest.approx(sum(lacking) / len(ngrams)) if ngrams else None
-    return {"new": new, "longest": max((j - i for text in texts for i, j in matches(text, documents)), default=0)}
+    return {
+        "new": new,
+        "longest": max((j - i for text in texts for i, j in matches(text, documents)), default=0),
+    }
 
 
 def matches(text: str, documents: list[str]) -> list[tuple[int, int]]:
@@ -83,7 +93,9 @@ def compared(monkeypatch):
 def test_every_figure_is_that_of_a_search_in_every_training_document(alphabet):
     documents = [random_text(seed, 500, alphabet) for seed in range(3)]
     first, second, third = documents
-    text = random_text(4, 60, alphabet) + second[200:245] + random_text(5, 30, alphabet) + third[40:60]
+    text = (
+        random_text(4, 60, alphabet) + second[200:245] + random_text(5, 30, alphabet) + third[40:60]
+    )
     texts = [text, first[-30:] + second[:30], first[100:137], "", "b"]
     found = originality.originality(index_of(*documents), *texts)
     assert {"new": found["new"], "longest": found["longest"]} == expected_figures(texts, documents)
@@ -91,7 +103,9 @@ def test_every_figure_is_that_of_a_search_in_every_training_document(alphabet):
     maximal = []
     for sample, text in enumerate(texts):
         spans = matches(text, documents)
-        longest = [(i, j) for i, j in spans if j - i >= 20 and not {(i - 1, j), (i, j + 1)} & {*spans}]
+        longest = [
+            (i, j) for i, j in spans if j - i >= 20 and not {(i - 1, j), (i, j + 1)} & {*spans}
+        ]
         maximal += [(sample, i, j) for i, j in longest]
     assert [(span["sample"], span["start"], span["end"]) for span in found["spans"]] == maximal
     assert (1, 0, 60) not in maximal
@@ -109,7 +123,9 @@ def test_nothing_is_new_in_samples_that_are_copied():
 
 
 def test_a_text_whose_only_match_spans_two_documents_is_new():
-    found = originality.originality(index_of("x" * 30 + "0123456789", "abcdefghij" + "y" * 30), "23456789abcdefgh")
+    found = originality.originality(
+        index_of("x" * 30 + "0123456789", "abcdefghij" + "y" * 30), "23456789abcdefgh"
+    )
     assert (found["new"]["10"], found["longest"], found["spans"]) == (1, 8, [])
 
 
@@ -130,7 +146,12 @@ def test_short_and_new_texts():
     index = index_of("abc")
     assert originality.originality(index, "")["new"] == dict.fromkeys(map(str, NGRAMS))
     found = originality.originality(index, "xyzxyz")
-    assert (found["new"]["5"], found["new"]["10"], found["longest"], found["spans"]) == (1, None, 0, [])
+    assert (found["new"]["5"], found["new"]["10"], found["longest"], found["spans"]) == (
+        1,
+        None,
+        0,
+        [],
+    )
 
 
 def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, monkeypatch):
@@ -155,20 +176,31 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, m
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
-def test_the_documents_of_token_files_are_apart_and_their_index_is_recognized(tmp_path, tokenizer, count_builds):
+def test_the_documents_of_token_files_are_apart_and_their_index_is_recognized(
+    tmp_path, tokenizer, count_builds
+):
     texts = [f"{text}\n{text[::-1]}" for text in stories(60)]
-    corpus = prepare(rows(texts), tmp_path, tokenizer, name="a.jsonl", split="fraction", val_fraction=0.3)
+    corpus = prepare(
+        rows(texts), tmp_path, tokenizer, name="a.jsonl", split="fraction", val_fraction=0.3
+    )
     n = corpus.train.documents
     assert n > 30
     index = build_index(corpus)
     assert index.text.split(BORDER) == [text.encode() for text in texts[:n]]
     assert validation_texts(corpus, 10**6) == texts[n:]
-    assert "".join(validation_texts(corpus, 500)) == "".join(texts[n:])[: 500 - len(validation_texts(corpus, 500)) + 1]
+    assert (
+        "".join(validation_texts(corpus, 500))
+        == "".join(texts[n:])[: 500 - len(validation_texts(corpus, 500)) + 1]
+    )
     for between in ("", "\n"):
         both = texts[0][-15:] + between + texts[1][:15]
         assert originality.originality(index, both)["longest"] < len(both)
     again = build_index(corpus)
-    assert (again.text, again.suffixes.tolist(), again.is_whole) == (index.text, index.suffixes.tolist(), True)
+    assert (again.text, again.suffixes.tolist(), again.is_whole) == (
+        index.text,
+        index.suffixes.tolist(),
+        True,
+    )
     assert len(count_builds) == 1
     (folder_of(corpus) / "train.starts").unlink(missing_ok=True)
     (folder_of(corpus) / INDEX).unlink()
@@ -176,7 +208,8 @@ def test_the_documents_of_token_files_are_apart_and_their_index_is_recognized(tm
         assert build_index(corpus).text == index.text
     else:  # of an earlier version
         with pytest.raises(
-            UserError, match=f"{folder_of(corpus)}/train.starts is missing or damaged; remove {tmp_path}"
+            UserError,
+            match=f"{folder_of(corpus)}/train.starts is missing or damaged; remove {tmp_path}",
         ):
             build_index(corpus)
 
@@ -195,7 +228,9 @@ def test_documents_that_a_tokenizer_does_not_separate_are_not_compared(tmp_path)
 def test_a_kept_index_of_another_text_or_of_an_earlier_version_is_not_taken(tmp_path, count_builds):
     texts = stories(40)
     corpora = [
-        prepare(rows([text.replace("fox", word) for text in texts]), tmp_path, BPE, name=f"{word}.jsonl")
+        prepare(
+            rows([text.replace("fox", word) for text in texts]), tmp_path, BPE, name=f"{word}.jsonl"
+        )
         for word in ("fox", "cat")
     ]
     first, second = map(build_index, corpora)
@@ -220,11 +255,17 @@ def test_token_files_of_another_tool_are_compared_and_nothing_is_written_beside_
         ids = [np.append(tokenizer.encode(text), tokenizer.separator) for text in part]
         np.concatenate(ids).astype(np.uint16).tofile(file)
     (tmp_path / "theirs/meta.json").write_text('{"vocab_size": 300}')
-    corpus = corpus_of(None, tmp_path, tokenizer.to_dict(), **{key: str(file) for key, file in files.items()})
+    corpus = corpus_of(
+        None, tmp_path, tokenizer.to_dict(), **{key: str(file) for key, file in files.items()}
+    )
     assert corpus.train.bytes == 0
     assert build_index(corpus).text.split(BORDER) == [*(text.encode() for text in texts[:20]), b""]
     assert validation_texts(corpus, 10**6) == [*texts[20:], ""]
-    assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"train.bin", "val.bin", "meta.json"}
+    assert {path.name for path in (tmp_path / "theirs").iterdir()} == {
+        "train.bin",
+        "val.bin",
+        "meta.json",
+    }
 
 
 def test_several_who_need_an_index_wait_for_one(tmp_path, monkeypatch, count_builds):
@@ -249,7 +290,9 @@ def test_several_who_need_an_index_wait_for_one(tmp_path, monkeypatch, count_bui
 def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compared, tokenizer):
     """Also of documents that are shorter than a sample."""
     letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшчыз")
-    (tmp_path / "cyrillic.jsonl").write_text(rows([text.translate(letters) for text in stories(80)]), encoding="utf-8")
+    (tmp_path / "cyrillic.jsonl").write_text(
+        rows([text.translate(letters) for text in stories(80)]), encoding="utf-8"
+    )
     steps = "max_steps=1", "eval_every=1", "data.eval_batch_size=1", "callbacks.snapshots=null"
     train(
         f"data.path={tmp_path}/cyrillic.jsonl",
@@ -264,12 +307,21 @@ def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compare
     assert len(validation) > 5
 
 
-def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(train, tmp_path, compared, monkeypatch, capsys):
+def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(
+    train, tmp_path, compared, monkeypatch, capsys
+):
     text = "".join(stories(100)).encode()
     for name, part in (("train", text[:3000]), ("val", text[3000:4000])):
         np.frombuffer(part, np.uint8).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
     files = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
-    line = "data.path=null", "tokenizer=byte", *files, "max_steps=1", "eval_every=1", "callbacks.snapshots=null"
+    line = (
+        "data.path=null",
+        "tokenizer=byte",
+        *files,
+        "max_steps=1",
+        "eval_every=1",
+        "callbacks.snapshots=null",
+    )
     widths = []
 
     def watch(*args, **settings):
@@ -279,25 +331,43 @@ def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(train, t
     monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", watch)
     monkeypatch.setattr(originality, "DRAWN_TOKENS", 10)
     train(*line, "originality=1000", folder=tmp_path / "a")
-    assert (widths[:3], sum(map(len, compared[1]))) == ([1, 50, 50], 1000)  # the first is the final sample
+    assert (widths[:3], sum(map(len, compared[1]))) == (
+        [1, 50, 50],
+        1000,
+    )  # the first is the final sample
     monkeypatch.setattr(originality, "MAX_INDEXED_AFTER_TRAINING", 2999)
     assert train(*line, "originality=1000", folder=tmp_path / "b").summary["originality"] is None
-    assert "the originality of the text is not known: the training text has more than 20 MB" in capsys.readouterr().err
+    assert (
+        "the originality of the text is not known: the training text has more than 20 MB"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
     run = train("originality=500", "callbacks.samples.max_new_tokens=20", "model.vocab_size=512")
-    assert "\ufffd" not in (run.folder / "samples.txt").read_text(encoding="utf-8")  # ids that are no characters
+    assert "\ufffd" not in (run.folder / "samples.txt").read_text(
+        encoding="utf-8"
+    )  # ids that are no characters
     summary = run.summary["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
     assert 0 <= summary["generated_text"]["new"]["5"] <= summary["generated_text"]["new"]["10"] <= 1
-    assert f"longest copy     {summary['generated_text']['longest']} characters" in capsys.readouterr().out
-    assert [step for step, sample in read_samples(run.folder) if "originality" not in sample] == [10, 20]
+    assert (
+        f"longest copy     {summary['generated_text']['longest']} characters"
+        in capsys.readouterr().out
+    )
+    assert [step for step, sample in read_samples(run.folder) if "originality" not in sample] == [
+        10,
+        20,
+    ]
     assert train("max_steps=1", folder=run.folder.with_name("none")).summary["originality"] is None
 
 
 def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, tmp_path):
-    options = (str(train("max_steps=150", "eval_every=150", "optimizer.lr=1e-2").folder), "--max-new-tokens", "200")
+    options = (
+        str(train("max_steps=150", "eval_every=150", "optimizer.lr=1e-2").folder),
+        "--max-new-tokens",
+        "200",
+    )
     options += ("--temperature", "0")
     call("sample.py", *options)  # its output has that of the training
     plain, compared = call("sample.py", *options), call("sample.py", *options, "--originality")
@@ -316,12 +386,18 @@ def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, 
 
 
 def test_the_samples_of_the_command_are_compared_one_by_one(train, call):
-    corpus = find_corpus((run := train("max_steps=60", "eval_every=60", "optimizer.lr=1e-2").folder) / BEST)
-    result = call("sample.py", str(run), "--originality", "--num-samples", "7", "--max-new-tokens", "45")
+    corpus = find_corpus(
+        (run := train("max_steps=60", "eval_every=60", "optimizer.lr=1e-2").folder) / BEST
+    )
+    result = call(
+        "sample.py", str(run), "--originality", "--num-samples", "7", "--max-new-tokens", "45"
+    )
     output = re.sub(r"\x1b\[2?4m", "", result.stdout).removesuffix("\n")
     samples = re.split(r"(?:^|\n)── sample \d ──\n", output)[1:]
     assert [len(sample) for sample in samples] == [45] * 7
-    expected = expected_figures(samples, build_index(corpus).text.decode().split(BORDER.decode(errors="replace")))
+    expected = expected_figures(
+        samples, build_index(corpus).text.decode().split(BORDER.decode(errors="replace"))
+    )
     (line,) = re.findall(r"^samples +(.*)$", result.stderr, re.MULTILINE)
     *shares, longest = line.split()
     assert [float(share.rstrip("%")) / 100 for share in shares] == pytest.approx(
@@ -331,7 +407,9 @@ def test_the_samples_of_the_command_are_compared_one_by_one(train, call):
 
 
 def test_a_folder_of_hugging_face_has_no_text_to_compare_with(call, gpt2_folder):
-    result = call("sample.py", str(gpt2_folder), "--originality", "--device", "cpu", "--max-new-tokens", "3")
+    result = call(
+        "sample.py", str(gpt2_folder), "--originality", "--device", "cpu", "--max-new-tokens", "3"
+    )
     assert result.returncode == 0
     ignored = f"--originality is ignored: {gpt2_folder} is no run of minigpt, whose text is known\n"
     assert ignored in result.stderr

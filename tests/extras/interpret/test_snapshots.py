@@ -10,7 +10,7 @@ from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, find_snapshots
 from minigpt.checkpoints.format import read
 from minigpt.extras.interpret.snapshots import log_spaced
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
 
 STEPS = [0, *range(1, 11), 12, 13, 15, 17, 20]  # round(20 ** (i / 22)) for i up to 22, and 0
@@ -24,10 +24,14 @@ def weights(state):
 
 def equal(first, second):
     first, second = weights(first), weights(second)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
-@pytest.mark.parametrize(("last", "count"), [(1, 2), (2, 3), (20, 24), (1_000_000, 24), (1_000_000, 2)])
+@pytest.mark.parametrize(
+    ("last", "count"), [(1, 2), (2, 3), (20, 24), (1_000_000, 24), (1_000_000, 2)]
+)
 def test_snapshots_are_from_the_first_to_the_last_step(last, count):
     steps = sorted(log_spaced(last, count))
     assert (steps[0], steps[-1], len(steps) <= count) == (0, last, True)
@@ -38,7 +42,10 @@ def test_snapshots_are_from_the_first_to_the_last_step(last, count):
 def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train, tmp_path):
     given = ["ema_decay=0.9", "data.batch_size=4", "trainer.accumulate_grad_batches=2"]
     given += ["callbacks.checkpoint.save_top_k=2"]  # with step-10.safetensors
-    folder, without = train(*given).folder, train(*given, "callbacks.snapshots=null", folder=tmp_path / "none").folder
+    folder, without = (
+        train(*given).folder,
+        train(*given, "callbacks.snapshots=null", folder=tmp_path / "none").folder,
+    )
     files = find_snapshots(folder)
     assert list(files) == STEPS
     assert read(files[20])["state_dict"]["model.lm_head.weight"].dtype == torch.bfloat16
@@ -51,7 +58,9 @@ def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train, 
         file = f"checkpoints/step-{step}.safetensors"
         assert equal(files[step], folder / file)  # the averages
         kept, plain = (read(one / file)["state_dict"] for one in (folder, without))
-        assert all(torch.equal(kept[name], plain[name]) for name in kept)  # snapshots change no training
+        assert all(
+            torch.equal(kept[name], plain[name]) for name in kept
+        )  # snapshots change no training
     assert not equal(files[17], files[20])
     assert not find_snapshots(without)
     with pytest.raises(UserError, match="has no snapshot of step 11; it has those of 0, 1, 2, 3"):
@@ -72,7 +81,11 @@ def test_a_resumed_run_has_the_same_snapshots(train, trained):
 def test_snapshots_are_limited_by_their_number_and_size(train, finished, tmp_path):
     assert equal(find_snapshots(finished.folder)[20], finished.folder / LAST)  # without averages
     size = finished.summary["params"] * 2 / 1e6
-    limits = {f"max_mb={3.5 * size:g}": [0, 1, 20], f"max_mb={1.5 * size:.3g}": [], "count=2": [0, 20]}
+    limits = {
+        f"max_mb={3.5 * size:g}": [0, 1, 20],
+        f"max_mb={1.5 * size:.3g}": [],
+        "count=2": [0, 20],
+    }
     for i, (limit, expected) in enumerate(limits.items()):
         folder = train(f"callbacks.snapshots.{limit}", folder=tmp_path / str(i)).folder
         assert list(find_snapshots(folder)) == expected

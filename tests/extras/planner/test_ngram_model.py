@@ -19,7 +19,9 @@ def witten_bell(train, val, vocab_size, longest):
         for i in range(n - 1, len(val)):
             seen = followers.get(tuple(val[i - n + 1 : i]), Counter())
             if total := seen.total():
-                probabilities[i] = (seen[val[i]] + len(seen) * probabilities[i]) / (total + len(seen))
+                probabilities[i] = (seen[val[i]] + len(seen) * probabilities[i]) / (
+                    total + len(seen)
+                )
         losses.append(-sum(map(log, probabilities[longest - 1 :])) / (len(val) - longest + 1))
         distinct.append(sum(map(len, followers.values())))
     return losses, distinct

@@ -12,20 +12,26 @@ from omegaconf import OmegaConf
 from small_runs import column, composed
 
 import minigpt
-from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
 from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
-from minigpt.language_model import LanguageModel
-from minigpt.run_config import RunConfig
+from minigpt.model.config import GPTConfig
 from minigpt.runs.overrides import complete_overrides, given_settings
 from minigpt.runs.run import load_parts
+from minigpt.runs.run_config import RunConfig
+from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError
 
 
 @pytest.fixture
 def mine(text, tmp_path):
-    return [f"data.path={text}", f"data.folder={tmp_path}/data", "data=text", "trainer=cpu", "minutes=1"]
+    return [
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+        "data=text",
+        "trainer=cpu",
+        "minutes=1",
+    ]
 
 
 @pytest.fixture
@@ -52,7 +58,13 @@ def cfg():
 
 
 def a_text(**changes):
-    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000, "ngram_loss": 1.6}
+    known = {
+        "tokens": 1_000_000,
+        "val_tokens": 100_000,
+        "ngram": 5,
+        "distinct_ngrams": 100_000,
+        "ngram_loss": 1.6,
+    }
     return planning.Text(**known | changes)
 
 
@@ -60,10 +72,15 @@ def test_whole_numbers_in_any_notation_are_integers_for_a_plan():
     given = ["minutes=1", "model.n_embd=64.0", "model.layer_repeats=2.0", "data.batch_size=8e0"]
     cfg = composed(*complete_overrides(given))
     sizes = with_possible_sizes(cfg, given).model
-    assert repr([cfg.model.n_embd, cfg.data.batch_size, sizes.n_embd, sizes.n_layer]) == "[64, 8, 64, 2]"
+    assert (
+        repr([cfg.model.n_embd, cfg.data.batch_size, sizes.n_embd, sizes.n_layer])
+        == "[64, 8, 64, 2]"
+    )
 
 
-def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes(mine, tmp_path, monkeypatch, capsys):
+def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes(
+    mine, tmp_path, monkeypatch, capsys
+):
     class Lost(LanguageModel):
         def training_step(self, batch, batch_idx):
             return 1 / 0 if batch_idx == 15 else super().training_step(batch, batch_idx)
@@ -74,7 +91,14 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
 
     monkeypatch.setattr(planning, "LEAST_STEPS", 20)  # so that a loss is expected
     sizes = ["model.n_layer=1", "model.n_embd=30"]  # 30 is no multiple of nano's n_head
-    short = [*mine, *sizes, "originality=null", "callbacks.samples=null", "max_steps=20", "eval_every=10"]
+    short = [
+        *mine,
+        *sizes,
+        "originality=null",
+        "callbacks.samples=null",
+        "max_steps=20",
+        "eval_every=10",
+    ]
     command = [*short, f"hydra.run.dir={tmp_path}/planned"]
     with monkeypatch.context() as patch:
         patch.setattr("minigpt.runs.fit.LanguageModel", Lost)
@@ -92,14 +116,19 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     (tmp_path / "planned/plan.json").write_text(before, encoding="utf-8")
     assert (summary["steps"], summary["expected_val_loss"]) == (20, expected)
     assert 0 < expected[1] < expected[0]
-    assert f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached" in capsys.readouterr().out
+    assert (
+        f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached"
+        in capsys.readouterr().out
+    )
 
     numbers = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     groups = ["minutes=null", "model=planned", "optimizer=muon_fast"]
     minigpt.train([*short, *groups, *numbers, f"hydra.run.dir={tmp_path}/plain"])
     for name in ("train_loss", "val_loss"):
         assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
-    minigpt.train([*command, "resume=auto", "max_steps=21", "ema_decay=0.5"])  # which the plan had chosen
+    minigpt.train(
+        [*command, "resume=auto", "max_steps=21", "ema_decay=0.5"]
+    )  # which the plan had chosen
     assert (tmp_path / "planned/plan.json").read_text(encoding="utf-8") == before
     assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
     (tmp_path / "planned/plan.json").write_text(before[:-9], encoding="utf-8")
@@ -122,10 +151,18 @@ GIVEN = {
 def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(mine, tmp_path, monkeypatch):
     made = iter(range(100, 200))
     plan = {"settings": {}, "expected_val_loss": None, "lines": []}
-    monkeypatch.setattr(planning, "make_plan", lambda *_, **__: {**plan, "settings": {"max_steps": next(made)}})
+    monkeypatch.setattr(
+        planning, "make_plan", lambda *_, **__: {**plan, "settings": {"max_steps": next(made)}}
+    )
     (tmp_path / "sweep.json").write_text("{}")
     steps = {}
-    for line in ("seed=1", "seed=2", "seed=2 model.dropout=0.1", "seed=3 logger=tensorboard", "seed=1 resume=auto"):
+    for line in (
+        "seed=1",
+        "seed=2",
+        "seed=2 model.dropout=0.1",
+        "seed=3 logger=tensorboard",
+        "seed=1 resume=auto",
+    ):
         cfg = composed(*complete_overrides([*mine, *line.split()]))
         (folder := tmp_path / line[:6]).mkdir(exist_ok=True)
         steps[line] = planning.plan_run(cfg, folder, None, line.split(), 0.0).max_steps
@@ -133,14 +170,20 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(mine, tmp_
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_what_the_user_gives_stays_and_a_loss_is_expected_only_where_its_formula_was_fitted(plan, given):
+def test_what_the_user_gives_stays_and_a_loss_is_expected_only_where_its_formula_was_fitted(
+    plan, given
+):
     planned, keys = plan(*given.split()), {setting.partition("=")[0] for setting in given.split()}
     assert not [key for key in planned["settings"] if {key, key.partition(".")[0]} & keys]
     if GIVEN[given]:
         assert planned["expected_val_loss"] is None
-        assert planned["lines"][-1].endswith(f"the formula of the loss was not fitted to runs with {GIVEN[given]}")
+        assert planned["lines"][-1].endswith(
+            f"the formula of the loss was not fitted to runs with {GIVEN[given]}"
+        )
     else:
-        assert planned["lines"][-1].endswith("validation loss {:.2f} ± {:.2f}".format(*planned["expected_val_loss"]))
+        assert planned["lines"][-1].endswith(
+            "validation loss {:.2f} ± {:.2f}".format(*planned["expected_val_loss"])
+        )
     others = [
         "model.block_size",
         "schedule",
@@ -154,16 +197,26 @@ def test_what_the_user_gives_stays_and_a_loss_is_expected_only_where_its_formula
 
 def test_more_time_and_a_faster_machine_give_a_larger_model_and_a_lower_loss(plan, monkeypatch):
     monkeypatch.setattr(planning, "read_text", lambda corpus: a_text())
-    slow, *better = plan(seconds=60, flops_per_second=1e11), plan(seconds=600, flops_per_second=1e11)
+    slow, *better = (
+        plan(seconds=60, flops_per_second=1e11),
+        plan(seconds=600, flops_per_second=1e11),
+    )
     for planned in (*better, plan(seconds=60, flops_per_second=1e12)):
         assert planned["settings"]["model.n_embd"] > slow["settings"]["model.n_embd"]
         assert planned["expected_val_loss"] < slow["expected_val_loss"]
-    drawing, none = (plan(f"originality={n}", seconds=60)["settings"]["max_steps"] for n in (300_000, "null"))
+    drawing, none = (
+        plan(f"originality={n}", seconds=60)["settings"]["max_steps"] for n in (300_000, "null")
+    )
     assert 0 < drawing < 0.9 * none  # the time includes the text that is drawn in the end
 
 
 SIZES_GIVEN = [
-    *("model.n_head=3", "model.n_embd=90", "model.n_embd=96 model.n_head=3", "model={n_head:5,dropout:0.1}"),
+    *(
+        "model.n_head=3",
+        "model.n_embd=90",
+        "model.n_embd=96 model.n_head=3",
+        "model={n_head:5,dropout:0.1}",
+    ),
     *("model.head_dim=24", "model.head_dim=24 model.n_head=5", "model.head_dim=6 model.n_embd=45"),
     *("model.n_kv_head=3", "model.n_kv_head=3 model.n_embd=90", "model.n_kv_head=3 model.n_head=6"),
     *("model.layer_repeats=3", "model.layer_repeats=3 model.n_layer=6", "model.n_layer=3"),
@@ -179,14 +232,26 @@ def test_a_long_run_is_compiled_if_that_is_faster(plan):
     assert 1.4 < compiled["settings"]["max_steps"] / eager["settings"]["max_steps"] < 1.6
     assert ", compiled" in compiled["lines"][0]
     fixed = [long, "model.n_layer=1", "model.n_embd=64", "model.layer_repeats=1"]
-    most, milliseconds = re.search(r"; ([\d,]+) steps of ([\d.]+) ms", plan(*fixed, seconds=600)["lines"][0]).groups()
-    speed = 1e10 * int(most.replace(",", "")) * float(milliseconds) / 1000 / 720  # all steps would take 720 s
-    assert plan(*fixed, compiled=1.5, seconds=600, flops_per_second=speed)["settings"]["compile"] is True
+    most, milliseconds = re.search(
+        r"; ([\d,]+) steps of ([\d.]+) ms", plan(*fixed, seconds=600)["lines"][0]
+    ).groups()
+    speed = (
+        1e10 * int(most.replace(",", "")) * float(milliseconds) / 1000 / 720
+    )  # all steps would take 720 s
+    assert (
+        plan(*fixed, compiled=1.5, seconds=600, flops_per_second=speed)["settings"]["compile"]
+        is True
+    )
     too_short = plan("minutes=9", compiled=1.5, **slow)
-    fewer_steps_than_fit = plan(long, "max_steps=300", compiled=1.5, flops_per_second=1e12, seconds=600)
+    fewer_steps_than_fit = plan(
+        long, "max_steps=300", compiled=1.5, flops_per_second=1e12, seconds=600
+    )
     given = plan(long, "compile=false", compiled=1.5, **slow)
     hardly_faster = plan(long, compiled=1.03, **slow)
-    assert not any("compile" in made["settings"] for made in (too_short, fewer_steps_than_fit, given, hardly_faster))
+    assert not any(
+        "compile" in made["settings"]
+        for made in (too_short, fewer_steps_than_fit, given, hardly_faster)
+    )
 
 
 @pytest.mark.xdist_group("compiled")
@@ -204,7 +269,10 @@ def test_without_a_compiler_a_long_run_is_not_compiled(cfg, text, tmp_path):
 
 def test_heads_are_about_32_wide():
     model = {"n_head": 4, "n_kv_head": None, "head_dim": None, "position": "rope"}
-    heads = [planned_heads({**model, "n_embd": n}, {"model.n_embd"}, 64)[1] for n in (30, 40, 90, 96, 128, 200)]
+    heads = [
+        planned_heads({**model, "n_embd": n}, {"model.n_embd"}, 64)[1]
+        for n in (30, 40, 90, 96, 128, 200)
+    ]
     assert heads == [1, 1, 3, 3, 4, 5]
     assert planned_heads(model | {"n_embd": 1}, set(), 96) == (96, 3)
 
@@ -223,9 +291,14 @@ def test_a_plan_around_given_sizes_is_an_architecture(mine, given):
         config = GPTConfig(**{**model, "vocab_size": 100})
         assert config.head_width % 2 == 0 or config.position != "rope"
         assert (
-            config.head_width == 32 or config.n_head == 1 or given & {f"model.{x}" for x in model} or "model" in given
+            config.head_width == 32
+            or config.n_head == 1
+            or given & {f"model.{x}" for x in model}
+            or "model" in given
         )
-        assert all(model[key[6:]] == cfg.model[key[6:]] for key in given if key.startswith("model."))
+        assert all(
+            model[key[6:]] == cfg.model[key[6:]] for key in given if key.startswith("model.")
+        )
         assert model == cfg.model or "model" not in given
 
 
@@ -256,7 +329,9 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training(cfg)
 
     assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
     assert expected(1000) > expected(2000) > expected(4000)
-    assert expected(4000, tokens=10_000_000) < 0.95 * expected(4000, tokens=1_000_000)  # learns from more of it
+    assert expected(4000, tokens=10_000_000) < 0.95 * expected(
+        4000, tokens=1_000_000
+    )  # learns from more of it
     assert expected(10**9) == expected(10**8)  # more steps overfit
     shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
     deep, cfg.model.layer_repeats = expected(), 2
@@ -273,26 +348,45 @@ def test_a_text_sets_its_ngrams_windows_and_regularization(cfg):
     # of 1 token, no n-gram predicts better than frequencies
     assert [of(ngram=n)["model.ngram"] for n in (1, 2, 7)] == [0, 2, 7]
     windows = planning.windows
-    texts = (50_000, 10**6), (10**9, 10**6), (10**9, 10**8), (10**6, 10**8)  # tokens of the text, and of the training
+    texts = (
+        (50_000, 10**6),
+        (10**9, 10**6),
+        (10**9, 10**8),
+        (10**6, 10**8),
+    )  # tokens of the text, and of the training
     rows = [windows(a_text(tokens=n), trained)["model.ngram_buckets"] for n, trained in texts]
-    assert rows[0] == rows[1] == rows[3] < rows[2]  # the tables hold the n-grams that the training reads
+    assert (
+        rows[0] == rows[1] == rows[3] < rows[2]
+    )  # the tables hold the n-grams that the training reads
     blocks = [windows(a_text(), tokens)["model.block_size"] for tokens in (1e5, 1e6, 1e7, 1e8)]
     assert blocks == [128, 128, 512, 1024]
     assert windows(a_text(val_tokens=40), 1e7)["model.block_size"] == 32
     short = windows(a_text(), 1e5, 1e5)  # fewer tokens per step rather than fewer steps
-    assert 1e5 / short["data.batch_size"] / short["model.block_size"] == pytest.approx(150, rel=0.05)
-    assert windows(a_text(), 1e5)["data.batch_size"] == 16  # unless the steps are given, and the time allows more
+    assert 1e5 / short["data.batch_size"] / short["model.block_size"] == pytest.approx(
+        150, rel=0.05
+    )
+    assert (
+        windows(a_text(), 1e5)["data.batch_size"] == 16
+    )  # unless the steps are given, and the time allows more
 
 
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
 @pytest.mark.parametrize("seconds", [10, 600, 40_000])
 @pytest.mark.parametrize("batches", [None, 5])
 def test_steps_and_validations_fill_the_time(cfg, val_tokens, seconds, batches):
-    text, given, step = a_text(tokens=10**10, val_tokens=val_tokens), {"eval_batches"} if batches else set(), 0.02
+    text, given, step = (
+        a_text(tokens=10**10, val_tokens=val_tokens),
+        {"eval_batches"} if batches else set(),
+        0.02,
+    )
     cfg.eval_batches = batches
     settings = planning.length(cfg, given, text, step, seconds)
     validations = -(-settings["max_steps"] // settings["eval_every"])
-    part = (batches or settings["eval_batches"] or 10**7) * cfg.data.eval_batch_size * cfg.model.block_size
+    part = (
+        (batches or settings["eval_batches"] or 10**7)
+        * cfg.data.eval_batch_size
+        * cfg.model.block_size
+    )
     validating = validations * min(part, val_tokens) / planning.tokens_per_step(cfg) * step / 3
     assert 0.9 * seconds < settings["max_steps"] * step + validating < 1.05 * seconds
     assert (1 if batches else 2) <= validations <= 11
@@ -300,7 +394,9 @@ def test_steps_and_validations_fill_the_time(cfg, val_tokens, seconds, batches):
 
 def test_a_long_validation_that_is_given_is_the_only_one(cfg):
     cfg.eval_batches = None
-    settings = planning.length(cfg, {"eval_batches"}, a_text(tokens=10**10, val_tokens=10**7), 0.02, 600)
+    settings = planning.length(
+        cfg, {"eval_batches"}, a_text(tokens=10**10, val_tokens=10**7), 0.02, 600
+    )
     assert settings["max_steps"] <= settings["eval_every"]
 
 
@@ -314,7 +410,9 @@ def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg
         return settings["model.layer_repeats"]
 
     assert [planned(share * useful) for share in (0.01, 1, 2, 3, 1000)] == [1, 1, 2, 3, 3]
-    assert [planned(1000 * useful, key) for key in ("model", "model.n_layer", "model.layer_repeats")] == [1, 1, 1]
+    assert [
+        planned(1000 * useful, key) for key in ("model", "model.n_layer", "model.layer_repeats")
+    ] == [1, 1, 1]
     steps = planning.length(cfg, set(), text, 0.02, 10_000)["max_steps"]
     assert 1 < steps * planning.tokens_per_step(cfg) / text.tokens < 20
     cfg.max_steps = 4  # which takes the time only when repeated
@@ -363,10 +461,14 @@ def test_a_planned_rate_is_that_of_the_recipe_however_small_it_is(cfg):
     cfg.max_steps = 200
     for lr in (0.02, 3e-4, 2e-7):
         cfg.optimizer.lr = lr
-        assert planning.length(cfg, {"max_steps"}, a_text(), 0.01, 100)["optimizer.lr"] == pytest.approx(2 * lr)
+        assert planning.length(cfg, {"max_steps"}, a_text(), 0.01, 100)[
+            "optimizer.lr"
+        ] == pytest.approx(2 * lr)
 
 
-def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(mine, tmp_path, monkeypatch):
+def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(
+    mine, tmp_path, monkeypatch
+):
     (tmp_path / "sweep/0").mkdir(parents=True)
     (tmp_path / "sweep/sweep.json").write_text("{}")
     planned_length, wrong = planning.length, {}
@@ -380,16 +482,25 @@ def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(mine, 
         wrong.clear()
         wrong[key] = value
         with pytest.raises(UserError, match=message):
-            minigpt.train([*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={tmp_path}/sweep/0"])
+            minigpt.train(
+                [*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={tmp_path}/sweep/0"]
+            )
         assert [*(tmp_path / "sweep").glob(".plan-*.json")] == []
 
 
-def test_too_little_text_or_time_and_several_processes_are_errors(plan, mine, tmp_path, monkeypatch):
+def test_too_little_text_or_time_and_several_processes_are_errors(
+    plan, mine, tmp_path, monkeypatch
+):
     (tmp_path / "short.txt").write_text("to be or not to be\n" * 100, encoding="utf-8")
-    with pytest.raises(UserError, match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use"):
+    with pytest.raises(
+        UserError,
+        match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use",
+    ):
         plan(f"data.path={tmp_path}/short.txt")
-    with pytest.raises(UserError, match=r"minutes=1 end before the first step, of \d+\.\d+ s; give more minutes"):
+    with pytest.raises(
+        UserError, match=r"minutes=1 end before the first step, of \d+\.\d+ s; give more minutes"
+    ):
         plan(seconds=4)  # less than a plan keeps for the start and the sample
-    monkeypatch.setattr(planning, "started_together", lambda: (1, 2))
+    monkeypatch.setattr(planning, "launcher_sizes", lambda: (1, 2))
     with pytest.raises(UserError, match="minutes plans for one process; set max_steps instead"):
         minigpt.train([*mine, f"hydra.run.dir={tmp_path}/run"])

@@ -14,8 +14,12 @@ from sites import write_site
 def site(once: Callable[..., Path]) -> Iterator[SimpleNamespace]:
     """The addresses of the page: `server` has all runs, `file` the first."""
     folder = once("site", write_site)
-    with serving([folder / name for name in ("small", "other", "shifted")], engine=SlowEngine) as server:
-        yield SimpleNamespace(folder=folder, server=f"{server.url}/", file=(folder / "small.html").as_uri())
+    with serving(
+        [folder / name for name in ("small", "other", "shifted")], engine=SlowEngine
+    ) as server:
+        yield SimpleNamespace(
+            folder=folder, server=f"{server.url}/", file=(folder / "small.html").as_uri()
+        )
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +38,8 @@ def run(once: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def http(run: Path, gpt2_folder: Path) -> Iterator[httpx.Client]:
-    with serving([run, gpt2_folder]) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        serving([run, gpt2_folder]) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield client

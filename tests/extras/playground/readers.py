@@ -94,7 +94,9 @@ class Reader:
         self.wait_for_generation()
 
     def wait_for_generation(self) -> None:
-        wait_until(lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text)
+        wait_until(
+            lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text
+        )
         self.wait_for_tokens()
 
     @property
@@ -103,7 +105,8 @@ class Reader:
 
     def token_text(self, pane: str = "#first") -> str:
         return self.run(
-            "return [...document.querySelectorAll(arguments[0] + ' .token')].map(e => e.textContent).join('')", pane
+            "return [...document.querySelectorAll(arguments[0] + ' .token')].map(e => e.textContent).join('')",
+            pane,
         )
 
     def tokens(self) -> list[Any]:
@@ -119,7 +122,10 @@ class Reader:
         """The loss in nats per token of each model on each shown text."""
         rows = self.run("""return [...document.querySelectorAll("#losses tbody tr")].map(
             row => [...row.cells].map(cell => cell.textContent))""")
-        return {name: [float(cell.split()[0]) if cell != "–" else None for cell in cells] for name, *cells in rows}
+        return {
+            name: [float(cell.split()[0]) if cell != "–" else None for cell in cells]
+            for name, *cells in rows
+        }
 
 
 def open_at(browser: Any, url: str) -> Iterator[Reader]:

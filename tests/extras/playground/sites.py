@@ -13,10 +13,12 @@ from minigpt.checkpoints.find import find_snapshots, snapshot_path
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.extras.playground.export_html import export_html
-from minigpt.generation import score
+from minigpt.sampling.generation import score
 
 CHARACTERS = CharTokenizer("\n" + "".join(map(chr, range(32, 127))))
-SHIFTED = CharTokenizer("\t\n" + "".join(map(chr, range(32, 126))))  # with other ids, and without the tilde
+SHIFTED = CharTokenizer(
+    "\t\n" + "".join(map(chr, range(32, 126)))
+)  # with other ids, and without the tilde
 PROMPT = "To be, or not to be"
 
 
@@ -38,12 +40,18 @@ LOSSES = [[step, 1 + 3 * math.exp(-step / 300)] for step in range(10, 1710, 10)]
 HISTORY: dict[str, Any] = {
     "train_loss": LOSSES,
     "val_loss": [[step, loss + 0.2] for step, loss in LOSSES[16::17]],
-    "samples": [{"step": step, "text": f"sample of step {step} {HOSTILE}"} for step, _ in LOSSES[16::17]],
+    "samples": [
+        {"step": step, "text": f"sample of step {step} {HOSTILE}"} for step, _ in LOSSES[16::17]
+    ],
 }
 LEARNED: list[dict[str, Any]] = [
     {
         "step": step,
-        "kinds": {"inside words": 4 - 1.5 * i, "spaces and line breaks": 3 - i**2 / 2, "other": 3.5},
+        "kinds": {
+            "inside words": 4 - 1.5 * i,
+            "spaces and line breaks": 3 - i**2 / 2,
+            "other": 3.5,
+        },
         "previous": [[0.1, 0.2 * i], [0.3 + 0.1 * i, 0.05]],
         "induction": [[0.0, 0.01 * i], [0.4 * i, 0.02]],
     }
@@ -58,13 +66,19 @@ def write_site(folder: Path) -> None:
     for step in STEPS:
         save_checkpoint(MODELS[f"small@{step}"], CHARACTERS, snapshot_path(folder / "small", step))
     (folder / "other/metrics.csv").write_text("step,train_loss,val_loss\n1,4.5,\n2,4.25,4.3\n")
-    (folder / "other/samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n", encoding="utf-8")
+    (folder / "other/samples.txt").write_text(
+        "── step 2, validation loss 4.3000 ──\nTo be\n\n", encoding="utf-8"
+    )
     snapshots = find_snapshots(folder / "small")
     run = find_pretrained(str(folder / "small"))
-    export_html(run, folder / "small.html", "float32", HISTORY, snapshots=snapshots, learned=LEARNED)
+    export_html(
+        run, folder / "small.html", "float32", HISTORY, snapshots=snapshots, learned=LEARNED
+    )
 
 
-def continuation(model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> str:
+def continuation(
+    model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any
+) -> str:
     """A prompt and what `generate` adds to it with the defaults of the page."""
     values = {"temperature": 0.8, "seed": 1337, **settings}
     (sample,) = generate(model, tokenizer.encode(prompt), max_new_tokens=n_tokens, **values)

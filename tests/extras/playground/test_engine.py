@@ -15,18 +15,24 @@ import torch
 from models import make_model
 from tolerance import assert_near, terms_of
 
-from minigpt.data.detokenizer import Detokenizer
-from minigpt.decoder import Decoder
 from minigpt.extras.playground.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
-from minigpt.fast_decoder import FastDecoder
-from minigpt.generation import generate, score
-from minigpt.generation_settings import Sampling
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
+from minigpt.sampling.decoder import Decoder
+from minigpt.sampling.detokenizer import Detokenizer
+from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.sampling.generation import generate, score
+from minigpt.sampling.settings import Sampling
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "qwen3": {"position": "rope", "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2, "activation": "swiglu"},
+    "qwen3": {
+        "position": "rope",
+        "qk_norm": True,
+        "qk_norm_weights": True,
+        "n_kv_head": 2,
+        "activation": "swiglu",
+    },
     "multi-query": {"position": "none", "n_kv_head": 1, "head_dim": 10, "norm_position": "post"},
     "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
 }
@@ -77,8 +83,15 @@ async def collect_all(engine: Engine, requests: list[SampleRequest]) -> list[lis
 
 
 def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -> None:
-    options = {"stop": request.stop, "tokenizer": Letters(), "seed": request.seed, **vars(request.sampling)}
-    (sample,) = generate(model, request.prompt, max_new_tokens=request.max_new_tokens, logprobs=True, **options)
+    options = {
+        "stop": request.stop,
+        "tokenizer": Letters(),
+        "seed": request.seed,
+        **vars(request.sampling),
+    }
+    (sample,) = generate(
+        model, request.prompt, max_new_tokens=request.max_new_tokens, logprobs=True, **options
+    )
     assert [token.id for token in found] == sample.tokens
     assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
     if request.n_top is None:
@@ -86,7 +99,9 @@ def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -
         return
     logprobs, terms = torch.tensor([token.logprob for token in found]), terms_of(model.config)
     assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms)
-    if len(request.prompt) + len(found) <= model.config.block_size:  # else the windows of `score` are others
+    if (
+        len(request.prompt) + len(found) <= model.config.block_size
+    ):  # else the windows of `score` are others
         rated = score(model, sample.tokens, request.prompt, n_top=request.n_top)
         assert [token.rank for token in found] == rated.ranks.tolist()
         for token, top in zip(found, rated.top, strict=True):
@@ -135,7 +150,9 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
 
 def test_ids_without_a_token_are_never_drawn():
     model = make(vocab_size=40)
-    requests = [SampleRequest([3], 30, Sampling(**each), seed=i) for each in SETTINGS for i in range(3)]
+    requests = [
+        SampleRequest([3], 30, Sampling(**each), seed=i) for each in SETTINGS for i in range(3)
+    ]
     found = serve(model, lambda engine: collect_all(engine, requests))
     assert {token.id for tokens in found for token in tokens} <= Letters.token_bytes.keys()
     for request, tokens in zip(requests, found, strict=True):
@@ -152,7 +169,9 @@ def test_closing_a_stream_frees_its_row():
             assert await collect(stream) == []
         return await collect(engine.generate(SampleRequest([5], 4)))
 
-    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), one_after_another, max_running=1))
+    assert_as_generate(
+        make(), SampleRequest([5], 4), serve(make(), one_after_another, max_running=1)
+    )
 
 
 def test_too_many_requests_raise_at_once_until_one_ends():
@@ -171,7 +190,10 @@ def test_too_many_requests_raise_at_once_until_one_ends():
 
 
 def test_the_cache_grows_with_the_texts_and_not_with_the_context(sizes: list[tuple[int, int]]):
-    model, per_slot = make(position="rope", block_size=8192), 4 * 2 * 2 * 32  # keys and values of 2 layers
+    model, per_slot = (
+        make(position="rope", block_size=8192),
+        4 * 2 * 2 * 32,
+    )  # keys and values of 2 layers
     short = [SampleRequest([1, 2, 3], 2, seed=i) for i in range(4)]
     serve(model, lambda engine: collect(engine.generate(*short)))
     assert max(nbytes for _, nbytes in sizes) <= 4 * 2 * 5 * per_slot
@@ -182,7 +204,9 @@ def test_the_cache_grows_with_the_texts_and_not_with_the_context(sizes: list[tup
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "rope", "smear": 1, "ngram": 2}], ids=str)
-def test_requests_wait_until_their_cache_fits(changes: dict[str, Any], sizes: list[tuple[int, int]]):
+def test_requests_wait_until_their_cache_fits(
+    changes: dict[str, Any], sizes: list[tuple[int, int]]
+):
     model, per_slot = make(**changes, vocab_size=12), 4 * 2 * 2 * 32
     limit = 2 * 2 * 16 * per_slot  # two samples of a whole window, or five of six tokens
     requests = [SampleRequest([1, 2, 3], 3, seed=i) for i in range(9)]
@@ -193,8 +217,15 @@ def test_requests_wait_until_their_cache_fits(changes: dict[str, Any], sizes: li
         assert_as_generate(model, request, tokens)
     assert max(nbytes for _, nbytes in sizes) <= limit
     assert max(rows for rows, _ in sizes) == 5
-    with pytest.raises(UserError, match=r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens"):
-        serve(model, lambda engine: collect(engine.generate(SampleRequest([1], 10))), max_cache_bytes=10 * per_slot)
+    with pytest.raises(
+        UserError,
+        match=r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens",
+    ):
+        serve(
+            model,
+            lambda engine: collect(engine.generate(SampleRequest([1], 10))),
+            max_cache_bytes=10 * per_slot,
+        )
 
 
 def test_a_long_request_waits_though_shorter_ones_of_its_prompt_join():
@@ -224,7 +255,9 @@ def test_nan_logits_end_their_request_alone():
         start = [await anext(other)]
         for temperature, n_top in ((1, 0), (1, None), (0, 0), (0, None)):
             with pytest.raises(RunError, match="NaN"):
-                await collect(engine.generate(SampleRequest([1, 22], 5, Sampling(temperature), n_top=n_top)))
+                await collect(
+                    engine.generate(SampleRequest([1, 22], 5, Sampling(temperature), n_top=n_top))
+                )
         with pytest.raises(RunError, match="NaN"):
             await engine.score([1, 22, 3])
         return start + await collect(other)
@@ -241,24 +274,43 @@ def fail_if(is_culprit: Callable[..., bool], function: Callable[..., Any]) -> Ca
     return patched
 
 
-ENGINE, FAST = "minigpt.extras.playground.engine.", "minigpt.fast_decoder.FastDecoder."
+ENGINE, FAST = (
+    "minigpt.extras.playground.engine.",
+    "minigpt.sampling.fast.fast_decoder.FastDecoder.",
+)
 # What raises, when, and the request for which it does. Token 23 is in no other, because it is never drawn.
 FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
     "hook": ("", lambda module, args, x: 23 in args[0], {"prompt": [4, 23]}),
     "step": (FAST + "step", lambda decoder, tokens: 23 in tokens, {"prompt": [4, 23]}),
-    "step at its end": (FAST + "_next_logits", lambda decoder, tokens, slot: 23 in tokens, {"prompt": [4, 23]}),
+    "step at its end": (
+        FAST + "_next_logits",
+        lambda decoder, tokens, slot: 23 in tokens,
+        {"prompt": [4, 23]},
+    ),
     "prefill": (FAST + "_read", lambda decoder, texts, rows: [23] in texts, {"prompt": [23, 4]}),
-    "draw": (ENGINE + "draw", lambda logits, sampling, *args: sampling.top_k == 9, {"sampling": Sampling(top_k=9)}),
+    "draw": (
+        ENGINE + "draw",
+        lambda logits, sampling, *args: sampling.top_k == 9,
+        {"sampling": Sampling(top_k=9)},
+    ),
     "score": (ENGINE + "score_logits", lambda logits, tokens, n_top: n_top == 9, {"n_top": 9}),
-    "text": (ENGINE + "Detokenizer.append", lambda own, token, last: own.stop_ids == {9}, {"stop": (9,)}),
+    "text": (
+        ENGINE + "Detokenizer.append",
+        lambda own, token, last: own.stop_ids == {9},
+        {"stop": (9,)},
+    ),
 }
 
 
-async def join_late(engine: Engine, first: list[SampleRequest], late: SampleRequest) -> tuple[list[list[Token]], Any]:
+async def join_late(
+    engine: Engine, first: list[SampleRequest], late: SampleRequest
+) -> tuple[list[list[Token]], Any]:
     """Return the tokens of requests that run when another joins, and what becomes of that."""
     streams = [engine.generate(request) for request in first]
     begun = [await anext(stream) for stream in streams]
-    found = await asyncio.gather(*map(collect, (*streams, engine.generate(late))), return_exceptions=True)
+    found = await asyncio.gather(
+        *map(collect, (*streams, engine.generate(late))), return_exceptions=True
+    )
     return [[token, *rest] for token, rest in zip(begun, found, strict=False)], found[-1]
 
 
@@ -275,7 +327,8 @@ def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(target, fail) if target else model.wte.register_forward_hook(fail)
     requests = [
-        SampleRequest([1, 2, 3 + i], 6 + 5 * i, Sampling(**each), seed=i, n_top=i) for i, each in enumerate(SETTINGS)
+        SampleRequest([1, 2, 3 + i], 6 + 5 * i, Sampling(**each), seed=i, n_top=i)
+        for i, each in enumerate(SETTINGS)
     ]
     culprit = SampleRequest(**{"prompt": [4], "max_new_tokens": 20, **values})
     found, error = serve(model, lambda engine: join_late(engine, requests, culprit))
@@ -285,8 +338,14 @@ def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_requests_whose_steps_fail_together_get_their_tokens(is_changed: bool, monkeypatch: pytest.MonkeyPatch):
-    model, calls, kind = make(**ARCHITECTURES["modern"]), count(), Decoder if is_changed else FastDecoder
+def test_requests_whose_steps_fail_together_get_their_tokens(
+    is_changed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model, calls, kind = (
+        make(**ARCHITECTURES["modern"]),
+        count(),
+        Decoder if is_changed else FastDecoder,
+    )
     if is_changed:
         model.blocks[0].register_forward_hook(lambda module, args, x: x)
     step = kind.step
@@ -297,7 +356,10 @@ def test_requests_whose_steps_fail_together_get_their_tokens(is_changed: bool, m
             raise RuntimeError("no memory")
         return logits
 
-    requests = [SampleRequest([1, 2, 3 + i], 36, Sampling(**each), seed=i) for i, each in enumerate(SETTINGS[::2])]
+    requests = [
+        SampleRequest([1, 2, 3 + i], 36, Sampling(**each), seed=i)
+        for i, each in enumerate(SETTINGS[::2])
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(kind, "step", lack_memory)
         found = serve(model, lambda engine: collect_all(engine, requests))
@@ -306,7 +368,9 @@ def test_requests_whose_steps_fail_together_get_their_tokens(is_changed: bool, m
         assert_as_generate(model, request, tokens)
 
 
-def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+):
     model, append, calls = make(), Detokenizer.append, count()
 
     def fail_from_third_on(own: Detokenizer, token: int, *, last: bool = False) -> str:
@@ -327,7 +391,9 @@ def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(monke
         assert_as_generate(model, request, [token for token in tokens if token.sample == i])
 
 
-def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone(monkeypatch: pytest.MonkeyPatch):
+def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
     step, failed, sizes = FastDecoder.step, list[weakref.ref[FastDecoder]](), list[int]()
 
     def lack_memory(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
@@ -348,18 +414,26 @@ def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone
 def test_no_value_of_a_setting_ends_a_request():
     model = make(vocab_size=40)  # of which 17 are no token
     requests = [SampleRequest([3], 30, Sampling(**each), seed=i) for i, each in enumerate(SETTINGS)]
-    requests += [SampleRequest([3], 30, Sampling(top_p=1e-320)), SampleRequest([3], 30, Sampling(1e300))]
+    requests += [
+        SampleRequest([3], 30, Sampling(top_p=1e-320)),
+        SampleRequest([3], 30, Sampling(1e300)),
+    ]
     found = serve(model, lambda engine: collect_all(engine, requests))
     for request, tokens in zip(requests, found, strict=True):
         assert_as_generate(model, request, tokens)
     assert [token.id for token in found[-2]] == [token.id for token in found[0]]
 
 
-def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkeypatch: pytest.MonkeyPatch):
+def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(
         "minigpt.extras.playground.engine._SEND_SECONDS", 0
     )  # else all steps may be sent together, at the end
-    model, text = make(), torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    model, text = (
+        make(),
+        torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist(),
+    )
 
     async def count_tokens(engine: Engine) -> tuple[list[Token], int]:
         async with aclosing(engine.generate(ENDLESS)) as other:
@@ -376,7 +450,9 @@ def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkey
     assert (first.id, first.logprob, first.top) == (text[0], None, [])
     assert [token.id for token in found] == text[1:]
     assert [token.logprob for token in found] == expected.logprobs.tolist()
-    assert [(token.rank, token.top) for token in found] == list(zip(expected.ranks, expected.top, strict=True))
+    assert [(token.rank, token.top) for token in found] == list(
+        zip(expected.ranks, expected.top, strict=True)
+    )
     for wrong in ([], [-1]):
         with pytest.raises(UserError):
             serve(model, lambda engine, wrong=wrong: engine.score(wrong))

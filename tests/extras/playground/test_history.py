@@ -11,10 +11,16 @@ def test_the_history_of_a_run_has_its_losses_and_samples(finished):
     history = read_history(finished.folder)
     assert history is not None
     assert [step for step, _ in history["train_loss"]] == [5, 10, 15, 20]
-    assert [step for step, _ in history["val_loss"]] == [sample["step"] for sample in history["samples"]] == [10, 20]
+    assert (
+        [step for step, _ in history["val_loss"]]
+        == [sample["step"] for sample in history["samples"]]
+        == [10, 20]
+    )
     assert history["val_loss"][-1][1] == pytest.approx(finished.summary["best_val_loss"], abs=1e-4)
     text = (finished.folder / "samples.txt").read_text(encoding="utf-8")
-    assert all(sample["text"] in text and "──" not in sample["text"] for sample in history["samples"])
+    assert all(
+        sample["text"] in text and "──" not in sample["text"] for sample in history["samples"]
+    )
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):

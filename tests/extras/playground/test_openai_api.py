@@ -19,7 +19,7 @@ from small_runs import ROOT, wait_until
 
 from minigpt import generate, load_checkpoint
 from minigpt.checkpoints.init_from import find_pretrained
-from minigpt.generation import score
+from minigpt.sampling.generation import score
 
 SETTINGS = {"temperature": 0.9, "top_p": 0.95}
 OURS = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
@@ -44,7 +44,10 @@ def texts(run: Path, prompts: list[str], **options: Any) -> list[str]:
     """What `generate` returns."""
     model, tokenizer = load_checkpoint(run)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    return [tokenizer.decode(sample.tokens) for sample in generate(model, ids, tokenizer=tokenizer, **options)]
+    return [
+        tokenizer.decode(sample.tokens)
+        for sample in generate(model, ids, tokenizer=tokenizer, **options)
+    ]
 
 
 def post(http: httpx.Client, path: str = COMPLETIONS, **body: Any) -> Any:
@@ -71,12 +74,20 @@ def test_completions_equal_those_of_generate(client: openai.OpenAI, run: Path) -
     assert [choice.text for choice in result.choices] == expected
     assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
     assert {choice.finish_reason for choice in result.choices} == {"length"}
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.total_tokens) == (14, 160, 174)
+    assert (
+        result.usage.prompt_tokens,
+        result.usage.completion_tokens,
+        result.usage.total_tokens,
+    ) == (14, 160, 174)
 
 
-def test_a_stream_has_the_text_of_the_whole_response_in_whole_characters(client: openai.OpenAI, run: Path) -> None:
+def test_a_stream_has_the_text_of_the_whole_response_in_whole_characters(
+    client: openai.OpenAI, run: Path
+) -> None:
     options = {"model": "tiny", "prompt": "é", "max_tokens": 60, "seed": 3}
-    *pieces, usage = client.completions.create(**options, n=2, stream=True, stream_options={"include_usage": True})
+    *pieces, usage = client.completions.create(
+        **options, n=2, stream=True, stream_options={"include_usage": True}
+    )
     for i, expected in enumerate(texts(run, ["é"], max_new_tokens=60, num_samples=2, seed=3)):
         own = [chunk.choices[0] for chunk in pieces if chunk.choices[0].index == i]
         assert "".join(choice.text for choice in own) == expected
@@ -85,10 +96,18 @@ def test_a_stream_has_the_text_of_the_whole_response_in_whole_characters(client:
     assert (usage.choices, usage.usage.completion_tokens) == ([], 120)
 
 
-def test_a_stream_never_sends_a_stop_string_or_its_beginning(client: openai.OpenAI, run: Path) -> None:
+def test_a_stream_never_sends_a_stop_string_or_its_beginning(
+    client: openai.OpenAI, run: Path
+) -> None:
     cut = 0
     for seed in range(12):
-        options: dict[str, Any] = {"model": "tiny", "prompt": "A", "max_tokens": 40, "seed": seed, "logprobs": 0}
+        options: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": "A",
+            "max_tokens": 40,
+            "seed": seed,
+            "logprobs": 0,
+        }
         (text,) = texts(run, ["A"], max_new_tokens=40, seed=seed)
         if not (found := re.search(r"[ -~]{2,4}", text)):  # in one token per byte
             continue
@@ -96,9 +115,14 @@ def test_a_stream_never_sends_a_stop_string_or_its_beginning(client: openai.Open
         whole = client.completions.create(**options, stop=found[0]).choices[0]
         assert (whole.text, whole.finish_reason) == (before, "stop")
         assert all(offset < len(before) for offset in whole.logprobs.text_offset)
-        stream = client.completions.create(**options, stop=[found[0], found[0] + "x", "x" * 50], stream=True)
+        stream = client.completions.create(
+            **options, stop=[found[0], found[0] + "x", "x" * 50], stream=True
+        )
         choices = [chunk.choices[0] for chunk in stream]
-        assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (before, "stop")
+        assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (
+            before,
+            "stop",
+        )
         assert [token for one in choices for token in one.logprobs.tokens] == whole.logprobs.tokens
         cut += 1
     assert cut > 3
@@ -106,7 +130,9 @@ def test_a_stream_never_sends_a_stop_string_or_its_beginning(client: openai.Open
     assert (whole.text, len(whole.logprobs.tokens)) == (text, 40)
 
 
-def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(client: openai.OpenAI, run: Path) -> None:
+def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(
+    client: openai.OpenAI, run: Path
+) -> None:
     prompt = "To be, or not"
     model, tokenizer = load_checkpoint(run)
     ids = tokenizer.encode(prompt).tolist()
@@ -121,46 +147,72 @@ def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(client: opena
         assert logprobs.text_offset == list(range(len(prompt) + max_tokens))
         assert logprobs.token_logprobs[0] is None
         assert logprobs.top_logprobs[0] is None
-        assert logprobs.token_logprobs[1 : len(ids)] == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
+        assert logprobs.token_logprobs[1 : len(ids)] == pytest.approx(
+            rated.logprobs.tolist(), abs=1e-4
+        )
         best = [max(top.values()) for top in logprobs.top_logprobs[1 : len(ids)]]
-        greedy = [value == highest for value, highest in zip(logprobs.token_logprobs[1:], best, strict=False)]
+        greedy = [
+            value == highest
+            for value, highest in zip(logprobs.token_logprobs[1:], best, strict=False)
+        ]
         assert greedy == [rank == 0 for rank in rated.ranks.tolist()]
         assert {len(top) for top in logprobs.top_logprobs[1:]} <= {2, 3}
 
 
 def test_tokens_and_offsets_rebuild_the_text(http: httpx.Client, run: Path) -> None:
-    (choice,) = post(http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True).json()["choices"]
+    (choice,) = post(http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True).json()[
+        "choices"
+    ]
     logprobs = choice["logprobs"]
     assert len(logprobs["tokens"]) == 32
     assert logprobs["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         # A character may follow the replacement character of bytes that are none.
         assert token.startswith("bytes:") or token in choice["text"][offset : offset + 2]
-    streamed = post(http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True, stream=True).text.split("\n\n")[:-2]
+    streamed = post(
+        http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True, stream=True
+    ).text.split("\n\n")[:-2]
     parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in streamed]
     assert [token for part in parts for token in part["logprobs"]["tokens"]] == logprobs["tokens"]
     assert "".join(part["text"] for part in parts) == choice["text"]
     within = [97, 195]  # ends within a character
     for n in (0, 5):
         (choice,) = post(http, prompt=within, max_tokens=n, seed=5, echo=True).json()["choices"]
-        tokens = generate(load_checkpoint(run)[0], within, max_new_tokens=n, seed=5)[0].tokens if n else []
+        tokens = (
+            generate(load_checkpoint(run)[0], within, max_new_tokens=n, seed=5)[0].tokens
+            if n
+            else []
+        )
         assert choice["text"] == bytes(within + tokens).decode(errors="replace")
 
 
-def test_a_chat_continues_the_messages(client: openai.OpenAI, http: httpx.Client, run: Path) -> None:
+def test_a_chat_continues_the_messages(
+    client: openai.OpenAI, http: httpx.Client, run: Path
+) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     (expected,) = texts(run, ["Be brief.\nHello"], max_new_tokens=12, seed=1)
     options: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 12, "seed": 1}
     choice = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
-    assert bytes(b for token in choice.logprobs.content for b in token.bytes).decode(errors="replace") == expected
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        expected,
+        "length",
+    )
+    assert (
+        bytes(b for token in choice.logprobs.content for b in token.bytes).decode(errors="replace")
+        == expected
+    )
     assert {len(token.top_logprobs) for token in choice.logprobs.content} == {2}
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    deltas = [
+        chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)
+    ]
     assert (deltas[0].role, deltas[0].content) == ("assistant", "")
     assert {delta.role for delta in deltas[1:]} == {None}
     assert "".join(delta.content for delta in deltas) == expected
-    *events, done, end = post(http, CHAT, messages=HELLO, max_tokens=3, stream=True).text.split("\n\n")
+    *events, done, end = post(http, CHAT, messages=HELLO, max_tokens=3, stream=True).text.split(
+        "\n\n"
+    )
     assert (done, end) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") for event in events)
 
@@ -169,7 +221,11 @@ def test_a_chat_with_an_instruct_model_applies_its_template(once: Callable[..., 
     folder = once("instruct", make_instruct_folder)
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     model, tokenizer = (found := find_pretrained(str(folder))).load(), found.tokenizer
-    chat: Any = [{"role": "user", "content": "Hello "}, {"role": "assistant", "content": "a\n"}, *HELLO]
+    chat: Any = [
+        {"role": "user", "content": "Hello "},
+        {"role": "assistant", "content": "a\n"},
+        *HELLO,
+    ]
     options: Any = {"model": "instruct", "temperature": 2.0, "max_tokens": 200}
     read = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     parts = [*tokenizer.encode("a").tolist(), 2, *tokenizer.encode("b").tolist()]
@@ -177,23 +233,38 @@ def test_a_chat_with_an_instruct_model_applies_its_template(once: Callable[..., 
     with serving([folder]) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         for seed in range(5):
-            settings: Any = {"max_new_tokens": 200, "seed": seed, "temperature": 2.0, "tokenizer": tokenizer}
+            settings: Any = {
+                "max_new_tokens": 200,
+                "seed": seed,
+                "temperature": 2.0,
+                "tokenizer": tokenizer,
+            }
             (sample,) = generate(model, read, stop=[0, 1, 2], **settings)
             answer = client.chat.completions.create(**options, messages=chat, seed=seed)
-            found = (answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.prompt_tokens)
+            found = (
+                answer.choices[0].message.content,
+                answer.choices[0].finish_reason,
+                answer.usage.prompt_tokens,
+            )
             assert found == (sample.text, sample.reason, len(read))
             reasons.add(sample.reason)
             (sample,) = generate(model, parts, stop=[1, 2], **settings)
-            written = client.completions.create(**options, prompt="a<|im_end|>b", stop="<|im_start|>", seed=seed)
+            written = client.completions.create(
+                **options, prompt="a<|im_end|>b", stop="<|im_start|>", seed=seed
+            )
             assert written.choices[0].text == sample.text
             ends.add(sample.tokens[-1])
         assert "stop" in reasons
         assert 1 in ends
-        (choice,) = client.completions.create(echo=True, prompt="a<|im_end|>b", **options | {"max_tokens": 1}).choices
+        (choice,) = client.completions.create(
+            echo=True, prompt="a<|im_end|>b", **options | {"max_tokens": 1}
+        ).choices
         assert choice.text.startswith("a<|im_end|>b")
 
 
-def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(once: Callable[..., Path]) -> None:
+def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(
+    once: Callable[..., Path],
+) -> None:
     options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
     folder = once("started", lambda path: make_instruct_folder(path, **options))
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
@@ -201,7 +272,9 @@ def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(once:
     with serving([folder]) as server, httpx.Client(base_url=server.url) as http:
         for text in ("Hello", "a<|im_end|>\nb", ""):
             ids = theirs(text).input_ids
-            (sample,) = generate(model, ids, max_new_tokens=60, seed=4, stop=[1, 2, 4], tokenizer=tokenizer)
+            (sample,) = generate(
+                model, ids, max_new_tokens=60, seed=4, stop=[1, 2, 4], tokenizer=tokenizer
+            )
             body: dict[str, Any] = {"model": "started", "prompt": text, "max_tokens": 60, "seed": 4}
             answer = post(http, **body).json()
             found = (
@@ -213,11 +286,19 @@ def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(once:
             echoed = post(http, **body, echo=True, logprobs=0).json()["choices"][0]
             assert echoed["text"] == text + sample.text
             if text:
-                assert echoed["logprobs"]["text_offset"][:3] == [0, 0, 1]  # the start token has no text
-            scored = http.post("/api/score", json={"model": "started", "text": text}).json()["tokens"]
+                assert echoed["logprobs"]["text_offset"][:3] == [
+                    0,
+                    0,
+                    1,
+                ]  # the start token has no text
+            scored = http.post("/api/score", json={"model": "started", "text": text}).json()[
+                "tokens"
+            ]
             assert [token["id"] for token in scored] == (ids if text else [])
             assert "".join(token["text"] for token in scored) == text
-        read = theirs.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]  # which adds none
+        read = theirs.apply_chat_template(HELLO, add_generation_prompt=True)[
+            "input_ids"
+        ]  # which adds none
         answer = post(http, CHAT, model="started", messages=HELLO, max_tokens=1).json()
         assert answer["usage"]["prompt_tokens"] == len(read)
 
@@ -225,7 +306,12 @@ def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(once:
 def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder: Path) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", gpt2_folder.name]
     assert client.models.retrieve("tiny").owned_by == "minigpt"
-    assert client.completions.create(model=gpt2_folder.name, prompt="the quick", max_tokens=5).usage.prompt_tokens == 2
+    assert (
+        client.completions.create(
+            model=gpt2_folder.name, prompt="the quick", max_tokens=5
+        ).usage.prompt_tokens
+        == 2
+    )
     for name in ("../tiny", "/etc/passwd", "gpt"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)
@@ -241,47 +327,105 @@ REFUSED = [
     (COMPLETIONS, {"n": 65, "prompt": ["a", "b"]}, "n × prompts must be at most 128, got 130"),
     (COMPLETIONS, {"stop": ["a"] * 5}, "stop must be a non-empty string or a list of up to 4, got"),
     (COMPLETIONS, {"logprobs": True}, "logprobs must be an integer in [0, 20], got True"),
-    (COMPLETIONS, {"prompt": None}, "prompt must be a text, token ids, or a list of them, got None"),
-    (COMPLETIONS, {"prompt": [256]}, "prompt: a prompt must be a non-empty sequence of token ids in [0, 256)"),
+    (
+        COMPLETIONS,
+        {"prompt": None},
+        "prompt must be a text, token ids, or a list of them, got None",
+    ),
+    (
+        COMPLETIONS,
+        {"prompt": [256]},
+        "prompt: a prompt must be a non-empty sequence of token ids in [0, 256)",
+    ),
     (COMPLETIONS, {"prompt": "a" * 65537}, "prompt must have at most 65,536 tokens, got 65,537"),
     (COMPLETIONS, {"frequency_penalty": 0.5}, "frequency_penalty is not supported with this value"),
     (COMPLETIONS, {"best_of": 2}, "best_of must be 1, got 2"),
     (COMPLETIONS, {"top_k": -2}, "top_k must be an integer ≥ -1, got -2"),
     (COMPLETIONS, {"top_p": 1.5}, "top_p must be in [0, 1], got 1.5"),
     (COMPLETIONS, {"max_tokens": 8.5}, "max_tokens must be an integer in [0, 65536], got 8.5"),
-    (COMPLETIONS, {"seed": 2**63}, f"seed must be an integer ≥ -1, got {2**63}; the largest is {2**63 - 1}"),
+    (
+        COMPLETIONS,
+        {"seed": 2**63},
+        f"seed must be an integer ≥ -1, got {2**63}; the largest is {2**63 - 1}",
+    ),
     (COMPLETIONS, {"repeat_penalty": 1.1}, "repeat_penalty must be 1, got 1.1"),
-    (COMPLETIONS, {"stream_options": {"other": True}}, "stream_options must be include_usage, include_obfuscation or"),
-    (CHAT, {"reasoning_effort": "high", "messages": HELLO}, 'reasoning_effort must be "none", got high'),
+    (
+        COMPLETIONS,
+        {"stream_options": {"other": True}},
+        "stream_options must be include_usage, include_obfuscation or",
+    ),
+    (
+        CHAT,
+        {"reasoning_effort": "high", "messages": HELLO},
+        'reasoning_effort must be "none", got high',
+    ),
     (CHAT, {"verbosity": "low", "messages": HELLO}, 'verbosity must be "medium", got low'),
     (COMPLETIONS, {"model": 3}, "model must be a name of GET /v1/models, got 3"),
-    (COMPLETIONS, {"model": "no\ud800"}, "the model 'no\\ud800' does not exist; GET /v1/models lists all"),
+    (
+        COMPLETIONS,
+        {"model": "no\ud800"},
+        "the model 'no\\ud800' does not exist; GET /v1/models lists all",
+    ),
     (COMPLETIONS, {"model": "tiny@" + "1" * 5000}, "tiny has no snapshot of step 111"),
-    (COMPLETIONS, {"model": "tiny@\u0661"}, "tiny has no snapshot of step \u0661; it has those of none"),
+    (
+        COMPLETIONS,
+        {"model": "tiny@\u0661"},
+        "tiny has no snapshot of step \u0661; it has those of none",
+    ),
     (
         COMPLETIONS,
         {"stream_options": {"include_usage": "yes"}},
         "stream_options must be include_usage,",
     ),
     (CHAT, {"messages": []}, "messages must be a list of messages of text, got []"),
-    (CHAT, {"messages": [HELLO[0] | {"content": [IMAGE]}]}, "messages must be a list of messages of text"),
-    (CHAT, {"messages": [HELLO[0] | {"content": None}]}, "messages must be a list of messages of text"),
-    (CHAT, {"messages": [EMPTY | {"tool_calls": [{"id": "a"}]}]}, "messages must be a list of messages of text"),
+    (
+        CHAT,
+        {"messages": [HELLO[0] | {"content": [IMAGE]}]},
+        "messages must be a list of messages of text",
+    ),
+    (
+        CHAT,
+        {"messages": [HELLO[0] | {"content": None}]},
+        "messages must be a list of messages of text",
+    ),
+    (
+        CHAT,
+        {"messages": [EMPTY | {"tool_calls": [{"id": "a"}]}]},
+        "messages must be a list of messages of text",
+    ),
     ("/api/score", {"text": 3}, "text must be a text, got 3"),
-    ("/api/score", {"text": "a" * 32_769}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
-    ("/api/score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
+    (
+        "/api/score",
+        {"text": "a" * 32_769},
+        "the text must be at most 32,768 tokens long, got 32,769 tokens",
+    ),
+    (
+        "/api/score",
+        {"ids": [1, 256]},
+        "a prompt must be a non-empty sequence of token ids in [0, 256)",
+    ),
     ("/api/generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
     ("/api/attention", {"ids": [1]}, "layer must be an integer ≥ 0, got None"),
     ("/api/attention", {"ids": [1], "layer": 2}, "layer must be an integer in [0, 1], got 2"),
-    ("/api/attention", {"ids": [1], "layer": 0, "head": 2}, "head must be an integer in [0, 1], or null, got 2"),
+    (
+        "/api/attention",
+        {"ids": [1], "layer": 0, "head": 2},
+        "head must be an integer in [0, 1], or null, got 2",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("path", "body", "message"), REFUSED)
-def test_a_bad_setting_is_named(path: str, body: dict[str, Any], message: str, http: httpx.Client) -> None:
+def test_a_bad_setting_is_named(
+    path: str, body: dict[str, Any], message: str, http: httpx.Client
+) -> None:
     given = {"model": "tiny"} | ({"prompt": "a"} if path == COMPLETIONS else {}) | body
-    response = http.post(path, content=json.dumps(given), headers={"Content-Type": "application/json"})
-    assert response.status_code == (404 if "does not exist" in message or "no snapshot" in message else 400)
+    response = http.post(
+        path, content=json.dumps(given), headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == (
+        404 if "does not exist" in message or "no snapshot" in message else 400
+    )
     error = response.json()["error"]
     assert error["message"].startswith(message)
     assert "\n" not in error["message"]
@@ -291,7 +435,13 @@ def test_a_bad_setting_is_named(path: str, body: dict[str, Any], message: str, h
 
 
 def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
-    settings = {"user": "me", "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "suffix": None}
+    settings = {
+        "user": "me",
+        "best_of": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "suffix": None,
+    }
     settings |= {"logit_bias": {}, "stop": None, "seed": None, "stream": None, "logprobs": None}
     assert post(http, prompt="a", max_tokens=1, **settings).status_code == 200
     chat = {"tools": [], "tool_choice": "auto", "metadata": {"a": "b"}, "store": False}
@@ -300,7 +450,12 @@ def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
 
 
 def test_neutral_values_are_accepted(http: httpx.Client, client: openai.OpenAI) -> None:
-    neutral: Any = {"repeat_penalty": 1.0, "typical_p": 1, "skip_special_tokens": True, "logprobs": False}
+    neutral: Any = {
+        "repeat_penalty": 1.0,
+        "typical_p": 1,
+        "skip_special_tokens": True,
+        "logprobs": False,
+    }
     assert post(http, prompt="a", max_tokens=1, **neutral).json()["choices"][0]["logprobs"] is None
     extra = {"function_call": "none", "tool_calls": []}
     chunks = client.chat.completions.create(
@@ -320,34 +475,72 @@ def test_neutral_values_are_accepted(http: httpx.Client, client: openai.OpenAI) 
 def test_a_message_without_content_is_empty(http: httpx.Client) -> None:
     options = {"max_tokens": 8, "seed": 1}
     for empty in (EMPTY, {"role": "assistant"}, EMPTY | {"tool_calls": [], "function_call": None}):
-        answers = [post(http, CHAT, messages=[*HELLO, m], **options).json() for m in (empty, EMPTY | {"content": ""})]
+        answers = [
+            post(http, CHAT, messages=[*HELLO, m], **options).json()
+            for m in (empty, EMPTY | {"content": ""})
+        ]
         assert answers[0]["choices"] == answers[1]["choices"]
-        assert answers[0]["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+        assert answers[0]["usage"] == {
+            "prompt_tokens": 6,
+            "completion_tokens": 8,
+            "total_tokens": 14,
+        }
 
 
-@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 0.0, "top_k": -1.0}])
-def test_a_filter_is_off_with_the_values_of_other_servers(http: httpx.Client, run: Path, off: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 0}, {"top_p": 0.0, "top_k": -1.0}]
+)
+def test_a_filter_is_off_with_the_values_of_other_servers(
+    http: httpx.Client, run: Path, off: dict[str, Any]
+) -> None:
     expected = texts(run, ["ROMEO:"], max_new_tokens=20, seed=2, temperature=1.5)
-    choices = post(http, prompt="ROMEO:", max_tokens=20, seed=2, temperature=1.5, **off).json()["choices"]
+    choices = post(http, prompt="ROMEO:", max_tokens=20, seed=2, temperature=1.5, **off).json()[
+        "choices"
+    ]
     assert [choice["text"] for choice in choices] == expected
     ids = list(b"ROMEO:")
-    lines = post(http, "/api/generate", ids=ids, max_tokens=20, seed=2, temperature=1.5, **off).text.splitlines()
+    lines = post(
+        http, "/api/generate", ids=ids, max_tokens=20, seed=2, temperature=1.5, **off
+    ).text.splitlines()
     assert "".join(json.loads(line)["text"] for line in lines) == expected[0]
 
 
 def test_whole_numbers_may_be_floats(http: httpx.Client) -> None:
-    whole = {"prompt": [[82, 79], [77]], "max_tokens": 8, "n": 2, "seed": 7, "top_k": 20, "logprobs": 2, "best_of": 1}
-    floats = {key: float(value) for key, value in whole.items() if key != "prompt"} | {"prompt": [[82.0, 79.0], [77.0]]}
+    whole = {
+        "prompt": [[82, 79], [77]],
+        "max_tokens": 8,
+        "n": 2,
+        "seed": 7,
+        "top_k": 20,
+        "logprobs": 2,
+        "best_of": 1,
+    }
+    floats = {key: float(value) for key, value in whole.items() if key != "prompt"} | {
+        "prompt": [[82.0, 79.0], [77.0]]
+    }
     assert post(http, **floats).json()["choices"] == post(http, **whole).json()["choices"]
     shown = {"ids": [82, 79], "layer": 1, "head": 0}
     floats = {"ids": [82.0, 79.0], "layer": 1.0, "head": 0.0}
-    assert post(http, "/api/attention", **floats).content == post(http, "/api/attention", **shown).content
-    drawn = {post(http, prompt="a", seed=-1, max_tokens=20).json()["choices"][0]["text"] for _ in range(3)}
+    assert (
+        post(http, "/api/attention", **floats).content
+        == post(http, "/api/attention", **shown).content
+    )
+    drawn = {
+        post(http, prompt="a", seed=-1, max_tokens=20).json()["choices"][0]["text"]
+        for _ in range(3)
+    }
     assert len(drawn) == 3  # -1 is a random seed
 
 
 # JSON of any type, and what parsers and encoders do not take.
-VALUES = [f'"tiny@{"1" * 5000}"', "9" * 400, "9" * 5000, f"[{'9' * 400}]", str(2**63 - 1), str(2**64)]
+VALUES = [
+    f'"tiny@{"1" * 5000}"',
+    "9" * 400,
+    "9" * 5000,
+    f"[{'9' * 400}]",
+    str(2**63 - 1),
+    str(2**64),
+]
 VALUES += ["[" * 900 + "]" * 900, "[" * 3000 + "]" * 3000, '{"a":' * 900 + "1" + "}" * 900]
 LISTED = r"""
 null true 0 -1 1.5 1e400 NaN Infinity [] {} [[]] [{}] [null] [1] [-1] [1,"a"] [true] {"a":1}
@@ -364,31 +557,63 @@ VALUES += LISTED.split()
 COMMON = SETTINGS_OF_BOTH.split()
 FIELDS = {
     COMPLETIONS: ({"prompt": '"a"', "max_tokens": "2"}, [*COMMON, "prompt", "echo", "suffix"]),
-    CHAT: ({"messages": json.dumps(HELLO), "max_tokens": "2"}, [*COMMON, "messages", "top_logprobs"]),
+    CHAT: (
+        {"messages": json.dumps(HELLO), "max_tokens": "2"},
+        [*COMMON, "messages", "top_logprobs"],
+    ),
     "/api/score": ({"text": '"a"'}, ["model", "text", "ids"]),
-    "/api/generate": ({"ids": "[97]", "max_tokens": "2"}, ["model", "ids", "max_tokens", "seed", "top_k"]),
+    "/api/generate": (
+        {"ids": "[97]", "max_tokens": "2"},
+        ["model", "ids", "max_tokens", "seed", "top_k"],
+    ),
     "/api/attention": ({"ids": "[97]", "layer": "0"}, ["model", "ids", "layer", "head"]),
     "/api/originality": ({"text": '"a"'}, ["model", "text"]),
 }
-FIELDS_AND_VALUES = [(path, *pair) for path, (_, names) in FIELDS.items() for pair in product(names, VALUES)]
+FIELDS_AND_VALUES = [
+    (path, *pair) for path, (_, names) in FIELDS.items() for pair in product(names, VALUES)
+]
 EVERY = [(model, *field) for field in FIELDS_AND_VALUES for model in ("tiny", "instruct")]
 
 
-@pytest.mark.parametrize("cases", [EVERY[::51], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
-def test_no_value_is_a_failure_of_the_server(cases: list[Any], run: Path, once: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    "cases", [EVERY[::51], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_no_value_is_a_failure_of_the_server(
+    cases: list[Any], run: Path, once: Callable[..., Path]
+) -> None:
     headers = {"Content-Type": "application/json"}
-    with serving([run, once("instruct", make_instruct_folder)]) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        serving([run, once("instruct", make_instruct_folder)]) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
         for model, path, name, value in cases:
             for flags in ({}, {"stream": "true"}) if path.startswith("/v1") else ({},):
                 fields = {"model": json.dumps(model), **FIELDS[path][0], **flags, name: value}
                 body = ", ".join(f'"{key}": {content}' for key, content in fields.items())
                 response = http.post(path, content=f"{{{body}}}", headers=headers)
-                assert response.status_code in (200, 400, 404), (path, name, value[:99], response.text)
-                assert response.status_code != 200 or '"error"' not in response.text, (path, name, value[:99])
+                assert response.status_code in (200, 400, 404), (
+                    path,
+                    name,
+                    value[:99],
+                    response.text,
+                )
+                assert response.status_code != 200 or '"error"' not in response.text, (
+                    path,
+                    name,
+                    value[:99],
+                )
                 if response.status_code != 200:
                     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
         for path in ("/v1/models", "/api/models", "/api/history", "/api/learning"):
-            for name in ("tiny@" + "1" * 5000, "tiny@%ED%A0%80", "%ED%A0%80", "%00", "tiny@%D9%A1", "@", ""):
+            for name in (
+                "tiny@" + "1" * 5000,
+                "tiny@%ED%A0%80",
+                "%ED%A0%80",
+                "%00",
+                "tiny@%D9%A1",
+                "@",
+                "",
+            ):
                 assert http.get(f"{path}/{name}").status_code in (400, 404)
 
 
@@ -407,14 +632,19 @@ WRONG_PATHS = {
 
 
 @pytest.mark.parametrize("path", WRONG_PATHS)
-def test_a_wrong_address_is_an_error_that_names_the_right_one(path: str, url: str, http: httpx.Client) -> None:
+def test_a_wrong_address_is_an_error_that_names_the_right_one(
+    path: str, url: str, http: httpx.Client
+) -> None:
     for method in ("GET", "POST"):
         response = http.request(method, f"{url}{path}", json={"model": "tiny"})
         expected = f"{method} {path} does not exist; use {WRONG_PATHS[path]} (the base URL of a client ends with /v1)"
         assert (response.status_code, response.json()["error"]["message"]) == (404, expected)
     for method, other in (("POST", "/v1/embeddings"), ("GET", "/v2/nothing")):
         response = http.request(method, other)
-        assert (response.status_code, response.json()["error"]["message"]) == (404, f"{method} {other} does not exist")
+        assert (response.status_code, response.json()["error"]["message"]) == (
+            404,
+            f"{method} {other} does not exist",
+        )
 
 
 def test_every_http_error_is_json(http: httpx.Client) -> None:
@@ -437,21 +667,42 @@ def test_every_http_error_is_json(http: httpx.Client) -> None:
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-FOREIGN_HOSTS = ["example.com", "127.0.0.1.example.com", "localhost.example.com:8000", "192.168.0.1", ""]
+FOREIGN_HOSTS = [
+    "example.com",
+    "127.0.0.1.example.com",
+    "localhost.example.com:8000",
+    "192.168.0.1",
+    "",
+]
 # Before a path, as an address, and with characters that libraries of URLs interpret.
-FOREIGN_HOSTS += ["127.0.0.1:8000/../../secret.html?", "[::1]evil.com", "127.0.0.1/x", "localhost#", "a@localhost"]
+FOREIGN_HOSTS += [
+    "127.0.0.1:8000/../../secret.html?",
+    "[::1]evil.com",
+    "127.0.0.1/x",
+    "localhost#",
+    "a@localhost",
+]
 
 
 def test_the_host_must_be_that_of_the_server(http: httpx.Client) -> None:
-    for host, status in [("localhost", 200), ("[::1]:8000", 200), ("127.0.0.1:1", 200), ("LOCALHOST:8000", 200)]:
+    for host, status in [
+        ("localhost", 200),
+        ("[::1]:8000", 200),
+        ("127.0.0.1:1", 200),
+        ("LOCALHOST:8000", 200),
+    ]:
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
     for host in FOREIGN_HOSTS:
         refused = http.get("/v1/models", headers={"Host": host})
         assert refused.status_code == 403
-        assert refused.json()["error"]["message"].startswith("Host must be a loopback address or 127.0.0.1, got")
+        assert refused.json()["error"]["message"].startswith(
+            "Host must be a loopback address or 127.0.0.1, got"
+        )
 
 
-def test_other_web_sites_are_refused_unless_allowed(run: Path, url: str, http: httpx.Client) -> None:
+def test_other_web_sites_are_refused_unless_allowed(
+    run: Path, url: str, http: httpx.Client
+) -> None:
     assert http.get("/health", headers={"Origin": url}).status_code == 200
     for origin in ("https://example.com", "null", url.replace("127.0.0.1", "localhost"), f"{url}0"):
         for method in ("GET", "POST", "OPTIONS"):
@@ -459,42 +710,80 @@ def test_other_web_sites_are_refused_unless_allowed(run: Path, url: str, http: h
             assert refused.status_code == 403
             assert not [name for name in refused.headers if name.startswith("access-control")]
     allowed = {"Origin": "http://localhost:3000"}
-    with serving([run], origins=["http://localhost:3000"], key="secret") as server, httpx.Client() as client:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "Authorization"}
+    with (
+        serving([run], origins=["http://localhost:3000"], key="secret") as server,
+        httpx.Client() as client,
+    ):
+        asked = {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "Authorization",
+        }
         preflight = client.options(f"{server.url}{CHAT}", headers=allowed | asked)
         assert preflight.status_code == 200
         assert preflight.headers["Access-Control-Allow-Headers"] == "Authorization"
-        refused = client.options(f"{server.url}{CHAT}", headers={"Origin": "https://example.com"} | asked)
+        refused = client.options(
+            f"{server.url}{CHAT}", headers={"Origin": "https://example.com"} | asked
+        )
         assert refused.status_code == 400
         assert "Access-Control-Allow-Origin" not in refused.headers
-        for headers, status in ((allowed, 401), (allowed | {"Authorization": "Bearer secret"}, 200)):
+        for headers, status in (
+            (allowed, 401),
+            (allowed | {"Authorization": "Bearer secret"}, 200),
+        ):
             response = client.get(f"{server.url}/v1/models", headers=headers)
             assert response.status_code == status
             assert response.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
 
 
-INSTALLED = ["chrome-extension://abcdefghijklmnop", "moz-extension://0b5a-11", "app://obsidian.md", "tauri://localhost"]
+INSTALLED = [
+    "chrome-extension://abcdefghijklmnop",
+    "moz-extension://0b5a-11",
+    "app://obsidian.md",
+    "tauri://localhost",
+]
 
 
 @pytest.mark.parametrize("origin", INSTALLED)
-def test_extensions_of_the_browser_and_apps_may_use_the_server(origin: str, http: httpx.Client, run: Path) -> None:
+def test_extensions_of_the_browser_and_apps_may_use_the_server(
+    origin: str, http: httpx.Client, run: Path
+) -> None:
     headers = {"Origin": origin}
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
     preflight = http.options(CHAT, headers=headers | asked)
-    answer = http.post(CHAT, json={"model": "tiny", "messages": HELLO, "max_tokens": 1}, headers=headers)
+    answer = http.post(
+        CHAT, json={"model": "tiny", "messages": HELLO, "max_tokens": 1}, headers=headers
+    )
     for response in (preflight, answer):
         assert response.status_code == 200
         assert response.headers["Access-Control-Allow-Origin"] == origin
     assert http.get("/v1/models", headers=headers | {"Host": "example.com"}).status_code == 403
-    for other in (f"https://{origin.partition('://')[2]}", f"https://x/{origin}", f"x{origin}", f"{origin} https://x"):
+    for other in (
+        f"https://{origin.partition('://')[2]}",
+        f"https://x/{origin}",
+        f"x{origin}",
+        f"{origin} https://x",
+    ):
         assert http.get("/v1/models", headers={"Origin": other}).status_code == 403
         assert http.options(CHAT, headers={"Origin": other} | asked).status_code == 400
 
 
 def test_the_key_is_required(run: Path) -> None:
     with serving([run], key="secret", host="0.0.0.0") as server:
-        for value in ("", "Bearer", "secret", "Basic secret", "Bearer wrong", "Bearer secrets", "Bearer sécret"):
-            response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": value.encode()})
+        for value in (
+            "",
+            "Bearer",
+            "secret",
+            "Basic secret",
+            "Bearer wrong",
+            "Bearer secrets",
+            "Bearer sécret",
+        ):
+            response = httpx.get(
+                f"{server.url}/v1/models", headers={"Authorization": value.encode()}
+            )
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
@@ -502,16 +791,29 @@ def test_the_key_is_required(run: Path) -> None:
         assert openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret").models.list().data
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
         for value in ("bearer secret", "BEARER secret", "Bearer  secret"):
-            assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": value}).status_code == 200
+            assert (
+                httpx.get(f"{server.url}/v1/models", headers={"Authorization": value}).status_code
+                == 200
+            )
         for origin in ("app://obsidian.md", "moz-extension://a"):  # needs the key too
-            assert httpx.get(f"{server.url}/v1/models", headers={"Origin": origin}).status_code == 401
+            assert (
+                httpx.get(f"{server.url}/v1/models", headers={"Origin": origin}).status_code == 401
+            )
         own = {"Authorization": "Bearer secret", "Host": "192.168.0.7:8000"}
         assert httpx.get(f"{server.url}/v1/models", headers=own).status_code == 200
-        assert httpx.get(f"{server.url}/v1/models", headers=own | {"Host": "example.com"}).status_code == 403
+        assert (
+            httpx.get(f"{server.url}/v1/models", headers=own | {"Host": "example.com"}).status_code
+            == 403
+        )
 
 
-def test_too_many_requests_are_told_to_try_again_and_samples_of_a_client_that_disconnects_end(run: Path) -> None:
-    with serving([run], engine=SmallEngine) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+def test_too_many_requests_are_told_to_try_again_and_samples_of_a_client_that_disconnects_end(
+    run: Path,
+) -> None:
+    with (
+        serving([run], engine=SmallEngine) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         refused = post(client, prompt="a", n=4, max_tokens=10)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -525,11 +827,20 @@ def test_too_many_requests_are_told_to_try_again_and_samples_of_a_client_that_di
         wait_until(lambda: SmallEngine.n_open() == 0)
 
 
-def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_ends_cuts_off_requests_after_a_second(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     body = {"model": "tiny", "max_tokens": 60_000}
-    with serving([run], engine=SmallEngine) as server, ThreadPoolExecutor() as pool, ExitStack() as streams:
+    with (
+        serving([run], engine=SmallEngine) as server,
+        ThreadPoolExecutor() as pool,
+        ExitStack() as streams,
+    ):
         received = []
-        for path, settings in ((COMPLETIONS, {"prompt": "a", "stream": True}), ("/api/generate", {})):
+        for path, settings in (
+            (COMPLETIONS, {"prompt": "a", "stream": True}),
+            ("/api/generate", {}),
+        ):
             asked = httpx.stream("POST", f"{server.url}{path}", json=body | settings)
             received.append(streams.enter_context(asked).iter_lines())
             next(received[-1])
@@ -553,13 +864,17 @@ def test_a_failure_of_the_server_is_an_error_without_its_cause(
         best = gone / "checkpoints" / "best.safetensors"
         best.rename(tmp_path / "kept")
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
-        with pytest.raises(openai.InternalServerError, match="the server failed; its terminal shows the error"):
+        with pytest.raises(
+            openai.InternalServerError, match="the server failed; its terminal shows the error"
+        ):
             client.completions.create(model="broken", prompt="a")
         stream = client.completions.create(model="broken", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="the server failed"):
             list(stream)
         failed = httpx.post(f"{server.url}/api/generate", json={"model": "broken", "max_tokens": 9})
-        assert json.loads(failed.text.splitlines()[-1]) == {"error": "the server failed; its terminal shows the error"}
+        assert json.loads(failed.text.splitlines()[-1]) == {
+            "error": "the server failed; its terminal shows the error"
+        }
         with pytest.raises(openai.InternalServerError, match="gone cannot be loaded: "):
             client.completions.create(model="gone", prompt="a")
         (tmp_path / "kept").rename(best)

@@ -16,7 +16,9 @@ from minigpt.extras.interpret.run_corpus import find_corpus
 
 
 def texts(reader: Reader, selector: str) -> list[str]:
-    return reader.run("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector)
+    return reader.run(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector
+    )
 
 
 def underlined(reader: Reader) -> str:
@@ -36,11 +38,17 @@ def figures(reader: Reader) -> list[list[float | None]]:
     rows = reader.run("""return [...document.querySelectorAll("#originality tbody tr")].map(
         row => [...row.cells].slice(1).map(cell => cell.textContent))""")
     columns = zip(*rows, strict=True)
-    return [[None if cell == "–" else float(cell.removesuffix(" %")) for cell in column] for column in columns]
+    return [
+        [None if cell == "–" else float(cell.removesuffix(" %")) for cell in column]
+        for column in columns
+    ]
 
 
 def expected_figures(found: dict[str, Any]) -> list[Any]:
-    shares = [None if share is None else pytest.approx(100 * share, abs=0.06) for share in found["new"].values()]
+    shares = [
+        None if share is None else pytest.approx(100 * share, abs=0.06)
+        for share in found["new"].values()
+    ]
     return [*shares, found["longest"]]
 
 
@@ -66,7 +74,9 @@ def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
         wait_until(lambda: figures(reader) == expected)
         (hint,) = texts(reader, "#originality .context")
         reader.hover(reader.tokens()[span["start"] + 10])
-        before, part, after = texts(reader, "#originality .context > *")  # where it stands in the training text
+        before, part, after = texts(
+            reader, "#originality .context > *"
+        )  # where it stands in the training text
         assert part == reader.text[span["start"] : span["end"]]
         assert before.removeprefix("… ") + part + after.removesuffix(" …") in index.text.decode()
         reader.hover(reader.tokens()[len(reader.text) - 1])  # is not underlined

@@ -23,8 +23,8 @@ from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
 from minigpt.extras.playground.history import run_status
-from minigpt.generation import score
 from minigpt.runs.run_dir import lock_run_dir
+from minigpt.sampling.generation import score
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
@@ -47,7 +47,9 @@ def test_the_models_are_described(http: httpx.Client, tmp_path: Path, gpt2_folde
     tiny = http.get("/api/models/tiny").json()
     facts = tiny.pop("facts")
     assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
-    assert "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte" in facts
+    assert (
+        "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte" in facts
+    )
     assert http.get(f"/api/models/{gpt2_folder.name}").json()["block_size"] == 32
     other = make_run(tmp_path / "runs" / "7", n_head=4)
     with serving([other]) as server:
@@ -59,17 +61,28 @@ def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, mod
     tokens = post(http, "score", text=bytes(ids).decode()).json()["tokens"]
     assert [token["id"] for token in tokens] == ids
     assert "".join(token["text"] for token in tokens) == bytes(ids).decode()
-    assert {token["text"] for token in tokens if token["id"] > 127} == {"", "é"}  # with the byte that completes it
+    assert {token["text"] for token in tokens if token["id"] > 127} == {
+        "",
+        "é",
+    }  # with the byte that completes it
     assert (tokens[0]["logprob"], tokens[0]["top"]) == (None, [])
     rated = score(model, ids[1:], ids[:1], n_top=10)
-    assert [token["logprob"] for token in tokens[1:]] == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
+    assert [token["logprob"] for token in tokens[1:]] == pytest.approx(
+        rated.logprobs.tolist(), abs=1e-4
+    )
     assert [token["rank"] for token in tokens[1:]] == rated.ranks.tolist()
     for token, top in zip(tokens[1:], rated.top, strict=True):
-        named = [(i, bytes([i]).decode(errors="replace"), pytest.approx(value, abs=1e-4)) for i, value in top]
+        named = [
+            (i, bytes([i]).decode(errors="replace"), pytest.approx(value, abs=1e-4))
+            for i, value in top
+        ]
         assert [(other["id"], other["text"], other["logprob"]) for other in token["top"]] == named
     assert post(http, "score", ids=ids).json()["tokens"] == tokens
     assert post(http, "score", text="").json() == {"tokens": []}
-    assert "".join(token["text"] for token in post(http, "score", ids=[97, 195]).json()["tokens"]) == "a\ufffd"
+    assert (
+        "".join(token["text"] for token in post(http, "score", ids=[97, 195]).json()["tokens"])
+        == "a\ufffd"
+    )
     assert len(post(http, "score", text=TEXT).json()["tokens"]) == len(TEXT.encode()) > 32
 
 
@@ -90,7 +103,9 @@ def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) 
     assert [token["id"] for token in start] == generate(model, [10], max_new_tokens=3)[0].tokens
 
 
-def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.Client, gpt2_folder: Path) -> None:
+def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(
+    http: httpx.Client, gpt2_folder: Path
+) -> None:
     lengths, seeds = set(), iter(range(40))
     while not (lengths and min(lengths) < 30 == max(lengths)):
         body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": next(seeds), "temperature": 3}
@@ -130,23 +145,40 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
 
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
     with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
-        for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "javascript")]:
+        for path, kind in [
+            ("/", "text/html"),
+            ("/index.html", "text/html"),
+            ("/server.js", "javascript"),
+        ]:
             response = http.get(path)
             assert response.status_code == 200
             assert kind in response.headers["Content-Type"]
             assert response.headers["Cache-Control"] == "no-cache"
             policy = response.headers["Content-Security-Policy"]
-            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+            assert policy.startswith(
+                "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
+            )
             assert "frame-ancestors 'none'" in policy
-        for path in ("/__init__.py", "/../server.py", "/%2e%2e/server.py", "/page/index.html", "/none.js"):
+        for path in (
+            "/__init__.py",
+            "/../server.py",
+            "/%2e%2e/server.py",
+            "/page/index.html",
+            "/none.js",
+        ):
             assert http.get(path).status_code == 404
         for path in ("/v1/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
             assert http.get(path).status_code == 401
-            assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (200, 404)
+            assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (
+                200,
+                404,
+            )
         assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
 
 
-def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_request_is_logged_without_its_text_and_key(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with serving([run], key="secret", access_log=True) as server:
         headers = {"Authorization": "Bearer secret"}
         httpx.get(f"{server.url}/v1/models", headers=headers)
@@ -156,7 +188,9 @@ def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pyte
         httpx.get(f"{server.url}/%0a%1b[31m")
     logged = capfd.readouterr().out.splitlines()
     expected = ("/v1/models 200", "/v1/models 401", "/v1/completions 200", "/%0A%1B%5B31m 404")
-    assert [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged] == list(expected)
+    assert [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged] == list(
+        expected
+    )
     assert "private" not in "".join(logged)
     assert "secret" not in "".join(logged)
 
@@ -170,7 +204,9 @@ def add_snapshot(run: Path, step: int) -> GPT:
 
 def assert_scored_by(model: GPT, http: httpx.Client, name: str) -> None:
     ids = list(b"to be")
-    logprobs = [token["logprob"] for token in post(http, "score", model=name, ids=ids).json()["tokens"][1:]]
+    logprobs = [
+        token["logprob"] for token in post(http, "score", model=name, ids=ids).json()["tokens"][1:]
+    ]
     assert logprobs == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
 
 
@@ -208,7 +244,9 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
             save_checkpoint(best, ByteTokenizer(), run / BEST)
             assert_scored_by(best, http, "new")
             newer = (run / BEST).stat()
-            shutil.copy2(snapshot_path(run, 0), run / BEST)  # as cp -p does: an older file, in place
+            shutil.copy2(
+                snapshot_path(run, 0), run / BEST
+            )  # as cp -p does: an older file, in place
             assert (run / BEST).stat().st_mtime_ns < newer.st_mtime_ns
             assert_scored_by(first, http, "new")
             save_checkpoint(best, ByteTokenizer(), tmp_path / "best")
@@ -238,7 +276,9 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         assert found["text"]["longest"] == 70
         assert found["validation"].keys() == {"new", "longest"}
         half = json.dumps({"model": "run", "text": f"\ud800{copied}"})  # of a character
-        found = http.post("/api/originality", content=half, headers={"Content-Type": "application/json"}).json()
+        found = http.post(
+            "/api/originality", content=half, headers={"Content-Type": "application/json"}
+        ).json()
         assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(1, 71)]
         measured = http.get("/api/learning/run").json()
         assert measured == json.loads(json.dumps(learning_curves(folder)))
@@ -250,7 +290,10 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         (tmp_path / "data").rename(tmp_path / "moved")
         for file in (*find_snapshots(folder).values(), folder / BEST):
             replace(file, file)
-        for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
+        for answer in (
+            post(http, "originality", model="run", text="a"),
+            http.get("/api/learning/run"),
+        ):
             assert answer.status_code == 400
             assert "the token files of the run are not in" in answer.json()["error"]["message"]
 

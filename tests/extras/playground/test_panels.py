@@ -12,7 +12,13 @@ from torch import Tensor
 from minigpt.extras.interpret.heads import attention_maps
 
 PROMPT = "To be, or not"
-DARK = ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"]  # stops of the colors of attention weights
+DARK = [
+    "191b20",
+    "412f88",
+    "6e4ecb",
+    "a78dff",
+    "efe9ff",
+]  # stops of the colors of attention weights
 # Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in milliseconds.
 RECORD = """
 const attention = backend.attention;
@@ -55,7 +61,11 @@ def requests(reader: Reader) -> list[tuple[str, int, int | None]]:
 
 def highest(weights: Tensor) -> list[str]:
     """The weights of a token that its list has."""
-    return [f"{weight:.3f}" for weight in weights.sort(descending=True).values[:6].tolist() if weight >= 0.0005]
+    return [
+        f"{weight:.3f}"
+        for weight in weights.sort(descending=True).values[:6].tolist()
+        if weight >= 0.0005
+    ]
 
 
 def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
@@ -70,7 +80,9 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
     ):
         panel.press(key)
         assert panel.browser.switch_to.active_element.accessible_name == name
-        assert [button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")] == [name]
+        assert [
+            button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")
+        ] == [name]
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
     panel.wait_for_weights()
     assert requests(panel)[-1] == (PROMPT, 0, 1)
@@ -78,7 +90,10 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
 
 def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader) -> None:
     weights = maps()
-    for name, of_head in (("layer 2, head 1", weights[1, 0]), ("layer 1, mean", weights[0].mean(0))):
+    for name, of_head in (
+        ("layer 2, head 1", weights[1, 0]),
+        ("layer 1, mean", weights[0].mean(0)),
+    ):
         panel.choose_head(name)
         panel.hover(panel.tokens()[10])
         rows = panel.attended()
@@ -100,7 +115,9 @@ def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader
         assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
     assert (requests(panel), panel.run("return drawn")) == (known, drawn)
     contexts = {row[3]: row[1] for row in panel.attended()}
-    assert contexts["itself"] == "      To be, or not"  # ten characters before the token, nine after it
+    assert (
+        contexts["itself"] == "      To be, or not"
+    )  # ten characters before the token, nine after it
 
 
 def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> None:
@@ -127,7 +144,10 @@ def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> 
     cell = canvas.size["width"] / T
     panel.hover(canvas, round(-4 * cell), round(cell))  # of the center: query 7, key 2
     caption, weight = panel.find("figcaption").text.split(": ")
-    assert (caption, float(weight)) == ("o (8) → ␣ (3)", pytest.approx(weights[7, 2].item(), abs=1.1e-3))
+    assert (caption, float(weight)) == (
+        "o (8) → ␣ (3)",
+        pytest.approx(weights[7, 2].item(), abs=1.1e-3),
+    )
     panel.hover(canvas, round(4 * cell), round(-4 * cell))  # a key after the query
     assert panel.find("figcaption").text == "Each row is a query, each column a key."
 

@@ -18,7 +18,9 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.extras.playground.export_html import export_html
 
 
-def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(reader: Reader) -> None:
+def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(
+    reader: Reader,
+) -> None:
     reader.write(PROMPT)  # in one step
     reader.generate()
     first = continuation(MODELS["small"], PROMPT, 30)
@@ -34,7 +36,9 @@ def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(r
     second = continuation(MODELS["small"], first, 60, **settings)
     assert reader.text == second
     # Chromium 150 moves the cursor of a field without focus in the next frame.
-    reader.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    reader.browser.execute_async_script(
+        "requestAnimationFrame(() => requestAnimationFrame(arguments[0]))"
+    )
     reader.run("document.querySelector('#text').focus()")
     reader.press("!")
     assert reader.text == f"{second}!"
@@ -44,7 +48,14 @@ def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(r
     for text in (second, first):
         reader.find("#undo").click()
         assert reader.text == text
-    for key, text in (("z", PROMPT), ("z", ""), ("y", PROMPT), ("y", first), ("y", second), ("y", f"{second}XYZ")):
+    for key, text in (
+        ("z", PROMPT),
+        ("z", ""),
+        ("y", PROMPT),
+        ("y", first),
+        ("y", second),
+        ("y", f"{second}XYZ"),
+    ):
         reader.press(Keys.CONTROL, key)
         assert reader.text == text
     reader.press(Keys.CONTROL, "y")  # what was undone before another change is gone
@@ -60,15 +71,21 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     for _ in range(3):
         reader.press(Keys.ARROW_LEFT)
     token = f"Token {len(PROMPT) - 3} {PROMPT[-4]}"  # before the cursor
-    wait_until(lambda: reader.run("return document.querySelector('#token h2').textContent") == token)
+    wait_until(
+        lambda: reader.run("return document.querySelector('#token h2').textContent") == token
+    )
     reader.press(Keys.CONTROL, Keys.ENTER)
     reader.wait_for_generation()
     written = continuation(MODELS["small"], PROMPT[:-3], 30)
     assert reader.text == written
     reader.find("#text").send_keys("é")
-    wait_until(lambda: "é" in reader.find("#status").text)  # an error that names the unknown character
+    wait_until(
+        lambda: "é" in reader.find("#status").text
+    )  # an error that names the unknown character
     reader.find("#generate").click()
-    wait_until(lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text)
+    wait_until(
+        lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text
+    )
     assert reader.text == f"{written}é"
 
 
@@ -107,7 +124,11 @@ def write_at(reader: Reader, text: str, cursor: int) -> None:
     reader.wait_for_tokens()
 
 
-SPACED = [*(bytes([byte]) for byte in range(256)), b" \xc3", b" \xf0"]  # with the beginning of the next character
+SPACED = [
+    *(bytes([byte]) for byte in range(256)),
+    b" \xc3",
+    b" \xf0",
+]  # with the beginning of the next character
 
 
 @pytest.mark.parametrize(
@@ -119,22 +140,30 @@ SPACED = [*(bytes([byte]) for byte in range(256)), b" \xc3", b" \xf0"]  # with t
         pytest.param("byte", "server", marks=pytest.mark.slow),
     ],
 )
-def test_a_cursor_within_a_character_is_at_its_border(name: str, place: str, browser: Any, tmp_path: Path) -> None:
+def test_a_cursor_within_a_character_is_at_its_border(
+    name: str, place: str, browser: Any, tmp_path: Path
+) -> None:
     tokenizer = ByteTokenizer() if name == "byte" else BPETokenizer("bpe", SPACED, {SEPARATOR: 258})
     run = write_run(tmp_path / "run", random_model(vocab_size=259), tokenizer)
     export_html(find_pretrained(str(run)), tmp_path / "page.html")
     with serving([run]) as server:
-        reader = Reader(browser, (tmp_path / "page.html").as_uri() if place == "file" else f"{server.url}/")
+        reader = Reader(
+            browser, (tmp_path / "page.html").as_uri() if place == "file" else f"{server.url}/"
+        )
         reader.run(STUB)
         text = "é 😀a"
         units = text.encode("utf-16-le")
         for cursor in range(len(units) // 2 + 1):
             write_at(reader, text, cursor)
-            before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")  # without half a character
+            before = units[: 2 * cursor].decode(
+                "utf-16-le", errors="ignore"
+            )  # without half a character
             assert asked(reader) == tokenizer.encode(before).tolist()
         # A text that was generated ends within a character.
         a, ends = ord("a"), [[[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [[0xC3, ""]]]
-        ends += [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []  # stopped before the last one
+        ends += (
+            [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []
+        )  # stopped before the last one
         for end in ends:
             write_at(reader, "a", 1)
             reader.run("next = arguments[0]", end)
@@ -159,7 +188,9 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
     reader = at_server
     wait_until(reader.losses)
     place = reader.find("#generate").location
-    reader.run("for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()")  # as at first
+    reader.run(
+        "for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()"
+    )  # as at first
     assert reader.find("#generate").location == place  # a click would miss a button that moves
     for stop in ("button", "key"):
         length = len(reader.text)
@@ -198,7 +229,9 @@ ALWAYS_READY = """
 """
 
 
-def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(at_server: Reader) -> None:
+def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(
+    at_server: Reader,
+) -> None:
     reader = at_server
     wait_until(reader.losses)
     reader.set("max_tokens", 60_000)
@@ -208,7 +241,9 @@ def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(
     assert reader.run("return window.before_stop") > 3
 
 
-def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(in_file: Reader) -> None:
+def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(
+    in_file: Reader,
+) -> None:
     reader, model = in_file, MODELS["small"]
     reader.write(PROMPT)
     reader.hover(reader.tokens()[7])
@@ -216,7 +251,9 @@ def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_cl
         logits = model(CHARACTERS.encode(PROMPT[:7])[None])[0, -1]
     p, likeliest = logits.softmax(-1).topk(10)
     names = [e.text for e in reader.find_all(".alternatives code")][:10]
-    assert [name.replace("␣", " ").replace("⏎", "\n") for name in names] == [CHARACTERS.decode([i]) for i in likeliest]
+    assert [name.replace("␣", " ").replace("⏎", "\n") for name in names] == [
+        CHARACTERS.decode([i]) for i in likeliest
+    ]
     shown = [float(e.text.split()[0]) for e in reader.find_all(".alternatives .percent")][:10]
     assert shown == pytest.approx((100 * p).tolist(), rel=0.01)
     rank = int((logits > logits[CHARACTERS.encode(PROMPT[7])]).sum()) + 1
@@ -236,7 +273,9 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
     reader.generate()
     texts = [continuation(MODELS[name], PROMPT, 30) for name in ("small", "other")]
     assert [reader.token_text("#first"), reader.token_text("#second")] == texts
-    expected = {name: [loss_of(MODELS[name], text) for text in texts] for name in ("small", "other")}
+    expected = {
+        name: [loss_of(MODELS[name], text) for text in texts] for name in ("small", "other")
+    }
     wait_until(lambda: reader.losses() == expected)
 
 
@@ -259,14 +298,20 @@ def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(at_server: Reader) -> None:
+def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(
+    at_server: Reader,
+) -> None:
     reader = at_server
     reader.write(PROMPT)
     reader.choose("#model", "other")
     wait_until(lambda: reader.losses() == {"other": [loss_of(MODELS["other"], PROMPT)]})
     for panel in ("Attention", "Training"):
         reader.open(panel)
-    heads = [f"layer {layer}, {head}" for layer in (1, 2, 3) for head in ("mean", *(f"head {i}" for i in range(1, 5)))]
+    heads = [
+        f"layer {layer}, {head}"
+        for layer in (1, 2, 3)
+        for head in ("mean", *(f"head {i}" for i in range(1, 5)))
+    ]
     assert [button.accessible_name for button in reader.find_all(".heads button")] == heads
     wait_until(lambda: reader.find_all("#history svg"))
     assert reader.find("#history pre").text == "To be"
@@ -287,7 +332,9 @@ def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Simpl
 
 
 @pytest.mark.slow
-def test_the_page_takes_the_key_from_its_address_or_asks_for_it(browser: Any, site: SimpleNamespace) -> None:
+def test_the_page_takes_the_key_from_its_address_or_asks_for_it(
+    browser: Any, site: SimpleNamespace
+) -> None:
     with serving([site.folder / "small"], key="sec%ret#&") as server:
         Reader(browser, f"{server.url}/#key=sec%25ret%23%26")
         assert "key" not in browser.current_url
@@ -308,10 +355,17 @@ def test_the_page_takes_the_key_from_its_address_or_asks_for_it(browser: Any, si
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(browser: Any, tmp_path: Path) -> None:
+def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(
+    browser: Any, tmp_path: Path
+) -> None:
     write_run(tmp_path / "run", random_model(n_layer=12, n_head=12, n_embd=48), CHARACTERS)
     history = {"train_loss": [[1, 4.5], [2, 4.25]], "val_loss": [[2, 4.3]], "samples": []}
-    export_html(find_pretrained(str(tmp_path / "run")), tmp_path / "page.html", history=history, learned=LEARNED)
+    export_html(
+        find_pretrained(str(tmp_path / "run")),
+        tmp_path / "page.html",
+        history=history,
+        learned=LEARNED,
+    )
     reader = Reader(browser, (tmp_path / "page.html").as_uri())
     reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
     layer, field = reader.run("""
@@ -323,7 +377,9 @@ def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(browser: Any
         [tokens.style.alignSelf, field.style.height] = [alignSelf, height];
         return heights;""")
     assert layer == field  # tokens are in the places of the letters
-    assert reader.run("const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth")
+    assert reader.run(
+        "const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth"
+    )
     for panel in ("Attention", "Training"):
         reader.open(panel)
     reader.choose_head("layer 12, head 12")
@@ -336,12 +392,26 @@ def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(browser: Any
         assert reader.run("return document.documentElement.scrollWidth") <= width
         background = reader.run("return getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
-        contrasts = [(text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text]
+        contrasts = [
+            (text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text
+        ]
         assert len(contrasts) > 180
         assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
     reached = set()
     for _ in range(60):
         reader.press(Keys.TAB)
-        reached.add(reader.run("const e = document.activeElement; return e.name || e.id || e.textContent"))
-    assert reached >= {"generate", "undo", "temperature", "top_p", "min_p", "top_k", "max_tokens", "seed", "Attention"}
+        reached.add(
+            reader.run("const e = document.activeElement; return e.name || e.id || e.textContent")
+        )
+    assert reached >= {
+        "generate",
+        "undo",
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "max_tokens",
+        "seed",
+        "Attention",
+    }
     assert browser.get_log("browser") == []

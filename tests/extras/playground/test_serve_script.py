@@ -22,7 +22,9 @@ from minigpt.utils.errors import UserError
 
 
 @pytest.fixture
-def serve(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+def serve(
+    call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., SimpleNamespace]:
     """Run the script in this process with the run `mine`."""
     monkeypatch.delenv("MINIGPT_API_KEY", raising=False)
     make_run(Path("mine"))
@@ -37,7 +39,9 @@ def test_all_runs_are_served_until_ctrl_c(tmp_path: Path) -> None:
         assert server.wait_for(lambda: "is the page" in server.stderr), server.stderr
         serving, page = server.stderr.splitlines()
         assert serving == "serving mine"
-        assert [model["id"] for model in httpx.get(f"{page.split()[0]}/v1/models").json()["data"]] == ["mine"]
+        assert [
+            model["id"] for model in httpx.get(f"{page.split()[0]}/v1/models").json()["data"]
+        ] == ["mine"]
         server.signal(signal.SIGINT)
         assert server.wait() == 130, server.stderr
         assert server.stderr.splitlines()[2:] == ["interrupted"]
@@ -47,18 +51,27 @@ def test_all_runs_are_served_until_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_the_page_is_opened_with_the_key_or_a_line_says_that_there_is_no_browser(
-    serve: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    serve: Callable[..., SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     asked: list[str] = []
     printed: list[str] = []
 
     def run(sockets: list[socket.socket]) -> None:
-        wait_until(lambda: printed.append(capfd.readouterr().err) or "found no browser" in "".join(printed))
+        wait_until(
+            lambda: printed.append(capfd.readouterr().err) or "found no browser" in "".join(printed)
+        )
 
     monkeypatch.setattr("webbrowser.open", asked.append)  # returns None: there is no browser
-    monkeypatch.setattr("minigpt.extras.playground.server.new_server", lambda app, access_log: SimpleNamespace(run=run))
+    monkeypatch.setattr(
+        "minigpt.extras.playground.server.new_server",
+        lambda app, access_log: SimpleNamespace(run=run),
+    )
     serve("--quiet", "--open", "--api-key", "a%b#c", "--host", "0.0.0.0", "--port", "0")
-    (url,) = re.findall(r"^found no browser; open (http://127\.0\.0\.1:\d+) in one$", "".join(printed), re.MULTILINE)
+    (url,) = re.findall(
+        r"^found no browser; open (http://127\.0\.0\.1:\d+) in one$", "".join(printed), re.MULTILINE
+    )
     assert asked == [f"{url}/#key=a%25b%23c"]
 
 
@@ -70,7 +83,9 @@ def test_a_taken_port_a_host_without_a_key_and_a_missing_extra_are_refused(
         expected = f"--host 127.0.0.1 --port {port} cannot be opened (address already in use); choose another --port"
         assert expected in one_line(serve("--port", port))
     for _ in range(2):
-        assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in one_line(serve("--host", "0.0.0.0"))
+        assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in one_line(
+            serve("--host", "0.0.0.0")
+        )
         monkeypatch.setenv("MINIGPT_API_KEY", "")  # counts as not set
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     needed = 'the server needs starlette and uvicorn; pip install -e ".[serve]" -c constraints.txt'

@@ -12,7 +12,17 @@ import torch
 from models import write_run
 from readers import Keys, Reader
 from servers import serving
-from sites import CHARACTERS, LEARNED, MODELS, PROMPT, STEPS, continuation, logprobs, loss_of, random_model
+from sites import (
+    CHARACTERS,
+    LEARNED,
+    MODELS,
+    PROMPT,
+    STEPS,
+    continuation,
+    logprobs,
+    loss_of,
+    random_model,
+)
 from small_runs import wait_until
 
 from minigpt import GPT, save_checkpoint
@@ -39,14 +49,18 @@ def wait_for_loss(reader: Reader, name: str, text: str = PROMPT, model: GPT | No
     wait_until(lambda: reader.losses() == expected)
 
 
-def wait_for_continuation(reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None) -> None:
+def wait_for_continuation(
+    reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None
+) -> None:
     """Wait until the second pane shows how a model continues a text."""
     expected = continuation(model or MODELS[name], text, 30)
     wait_until(lambda: reader.token_text("#second") == expected)
     assert reader.find("#second-name").text == f"Continued by {name}"
 
 
-@pytest.mark.parametrize("reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True
+)
 def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader: Reader) -> None:
     reader.write(PROMPT)
     assert place(reader) == TRAINED
@@ -54,7 +68,12 @@ def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader:
     reader.open("Attention")
     reader.choose_head("layer 2, head 1")
     ids = torch.as_tensor(CHARACTERS.encode(PROMPT))
-    for key, step in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 10), (Keys.ARROW_RIGHT, 2000), (Keys.END, None)):
+    for key, step in (
+        (Keys.HOME, 0),
+        (Keys.ARROW_RIGHT, 10),
+        (Keys.ARROW_RIGHT, 2000),
+        (Keys.END, None),
+    ):
         slide(reader, key)
         assert place(reader) == (TRAINED if step is None else f"step {step:,}")
         assert reader.find("#time [type=range]").get_attribute("aria-valuetext") == place(reader)
@@ -63,7 +82,9 @@ def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader:
         wait_for_continuation(reader, name)
         reader.hover(reader.tokens()[7])
         weights = attention_maps(MODELS[name], ids)[1, 0, 7].sort(descending=True).values[:6]
-        expected = pytest.approx([weight for weight in weights.tolist() if weight >= 0.0005], abs=1e-3)
+        expected = pytest.approx(
+            [weight for weight in weights.tolist() if weight >= 0.0005], abs=1e-3
+        )
         wait_until(lambda: [float(row[0]) for row in reader.attended()] == expected)  # noqa: B023
         with torch.no_grad():
             logits = MODELS[name](ids[None, :7])[0, -1]
@@ -132,10 +153,14 @@ def curves(reader: Reader, label: str) -> SimpleNamespace:
             plot.querySelector(".mark")?.getAttribute("x1") ?? null];""",
         label,
     )
-    return SimpleNamespace(legend=legend, lines=torch.tensor(lines), mark=None if mark is None else float(mark))
+    return SimpleNamespace(
+        legend=legend, lines=torch.tensor(lines), mark=None if mark is None else float(mark)
+    )
 
 
-def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(in_file: Reader) -> None:
+def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(
+    in_file: Reader,
+) -> None:
     reader = in_file
     reader.resize(390)
     reader.open("Training")
@@ -143,10 +168,16 @@ def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(i
     assert reader.run("return document.documentElement.scrollWidth") <= 390
     assert curves(reader, "loss by kind of token").legend == list(LEARNED[0]["kinds"])
     plots = {"loss by kind of token": [[*snapshot["kinds"].values()] for snapshot in LEARNED]}
-    for name, label in (("previous", "attention to the previous token"), ("induction", "induction score")):
+    for name, label in (
+        ("previous", "attention to the previous token"),
+        ("induction", "induction score"),
+    ):
         plots[label] = [[*chain(*snapshot[name])] for snapshot in LEARNED]
     for label, values in plots.items():
-        heights, expected = curves(reader, label).lines[..., 1].flatten(), torch.tensor(values).T.flatten()
+        heights, expected = (
+            curves(reader, label).lines[..., 1].flatten(),
+            torch.tensor(values).T.flatten(),
+        )
         assert torch.corrcoef(torch.stack([heights, expected]))[0, 1] == pytest.approx(-1, abs=1e-4)
     assert reader.find_all(".mark") == []
     slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
@@ -162,7 +193,9 @@ def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(i
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_the_page_follows_a_run_until_it_fails_also_past_an_outage_of_its_server(browser: Any, tmp_path: Path) -> None:
+def test_the_page_follows_a_run_until_it_fails_also_past_an_outage_of_its_server(
+    browser: Any, tmp_path: Path
+) -> None:
     folder, models = write_run(tmp_path / "live", random_model(), CHARACTERS), {}
     (folder / BEST).unlink()  # before the first validation
     (folder / ".lock").touch()
@@ -202,7 +235,11 @@ def test_the_page_follows_a_run_until_it_fails_also_past_an_outage_of_its_server
             wait_until(lambda: place(reader) == "step 0 (failed: the disk is full)")
             assert not follow.is_displayed()
     lost = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE", "ERR_CONNECTION_RESET")
-    assert [entry for entry in browser.get_log("browser") if not any(name in entry["message"] for name in lost)] == []
+    assert [
+        entry
+        for entry in browser.get_log("browser")
+        if not any(name in entry["message"] for name in lost)
+    ] == []
 
 
 # Pauses take a hundredth of their time; `waiting` holds those that have not ended, `places` what the output showed.
@@ -245,16 +282,31 @@ def answer(status: int, content: object) -> list[object]:
         (answer(401, {"error": {"message": "no key"}}), f"{TRAINED} (no key)"),
     ],
 )
-def test_a_poll_that_fails_is_repeated_until_the_run_is_over(last: Any, shown: str, at_server: Reader) -> None:
+def test_a_poll_that_fails_is_repeated_until_the_run_is_over(
+    last: Any, shown: str, at_server: Reader
+) -> None:
     reader = at_server
     running = answer(200, {"steps": [0, 10], "status": "running"})
     stopped = answer(503, {"error": {"message": "the server was stopped"}})
-    answers = ["offline", running, "hang", "offline", ["<html>", {"status": 502}], stopped, running, last]
+    answers = [
+        "offline",
+        running,
+        "hang",
+        "offline",
+        ["<html>", {"status": 502}],
+        stopped,
+        running,
+        last,
+    ]
     reader.run(HURRIED)
     reader.run("window.asked = 0; window.prompt = () => { asked += 1; return null; };")
     reader.run(ANSWERS, answers)
     reader.choose("#model", "other")
-    wait_until(lambda: reader.run("return places.at(-1) === arguments[0] && !left.length && !waiting.size", shown))
+    wait_until(
+        lambda: reader.run(
+            "return places.at(-1) === arguments[0] && !left.length && !waiting.size", shown
+        )
+    )
     lost, best = "the server does not answer", "the best model so far"
     failures = (lost, "the server answers with status 502", "the server was stopped")
     statuses = ("running", *failures, "running")

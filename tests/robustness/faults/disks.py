@@ -13,9 +13,20 @@ from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
 from minigpt.utils.errors import UserError
 
-from .tools import EVAL_EVERY, STEPS, Fault, Run, Skipped, assert_resumes, assert_same_run, reference
+from .tools import (
+    EVAL_EVERY,
+    STEPS,
+    Fault,
+    Run,
+    Skipped,
+    assert_resumes,
+    assert_same_run,
+    reference,
+)
 
-LOG_EVERY_STEP = "log_every=1"  # metrics.csv must outgrow one memory page, the unit in which a tmpfs fills up
+LOG_EVERY_STEP = (
+    "log_every=1"  # metrics.csv must outgrow one memory page, the unit in which a tmpfs fills up
+)
 
 
 def corrupt_last(workdir: Path, rng: Random) -> str | None:
@@ -48,7 +59,11 @@ def tmpfs(workdir: Path, options: str) -> Iterator[Path]:
     folder = workdir / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, check=False, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or not shutil.which("mount")
+        or subprocess.run(mount, check=False, capture_output=True).returncode
+    ):
         raise Skipped("needs the permission to mount a disk")
     try:
         yield folder
@@ -129,10 +144,16 @@ def no_home(workdir: Path, rng: Random) -> None:
     """HOME is missing or read-only."""
     with tmpfs(workdir, "size=1m,ro") as disk:
         home = rng.choice(["/proc/nonexistent", str(disk)])
-        env = {"HOME": home, "XDG_CACHE_HOME": f"{home}/.cache", "XDG_CONFIG_HOME": f"{home}/.config"}
+        env = {
+            "HOME": home,
+            "XDG_CACHE_HOME": f"{home}/.cache",
+            "XDG_CONFIG_HOME": f"{home}/.config",
+        }
         run = Run(workdir / "run", cold_start=True, env=env)
         run.end()
-        assert "Traceback" not in run.stderr, run.stderr  # matplotlib prints its temporary cache folder
+        assert "Traceback" not in run.stderr, (
+            run.stderr
+        )  # matplotlib prints its temporary cache folder
         assert_same_run(workdir / "run", reference())
 
 

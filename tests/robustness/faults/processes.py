@@ -57,7 +57,9 @@ def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random)
     if (run.folder / "summary.json").exists() and read_summary(run.folder)["status"] == "completed":
         assert_same_run(run.folder, reference())
         return "after the run had ended"
-    assert code == (75 if signum == signal.SIGUSR1 else 128 + signum), f"exit code {code}; stderr: {run.stderr}"
+    assert code == (75 if signum == signal.SIGUSR1 else 128 + signum), (
+        f"exit code {code}; stderr: {run.stderr}"
+    )
     assert len(run.messages) <= 1, f"more than one line on stderr: {run.stderr}"
     assert_resumes(run.folder)
     return None

@@ -55,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
             threading.Event().wait(60)
         request: dict[str, Any] = {}
         if self.path == "/graphql":
-            request = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            request = json.loads(
+                gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+            )
         response = json.dumps(self.graphql(request) if self.path == "/graphql" else {}).encode()
         self.send_response(500 if self.server.fault == "error" else 200)
         self.send_header("Content-Type", "application/json")
@@ -75,9 +77,16 @@ class Handler(BaseHTTPRequestHandler):
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
-            data["upsertBucket"] = {"bucket": {**BUCKET, "name": variables.get("name")}, "inserted": True}
+            data["upsertBucket"] = {
+                "bucket": {**BUCKET, "name": variables.get("name")},
+                "inserted": True,
+            }
         if "createArtifact" in query:
-            artifact = {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
+            artifact = {
+                "id": "4",
+                "state": "COMMITTED",
+                "artifactSequence": {"id": "5", "latestArtifact": None},
+            }
             data["createArtifact"] = {"artifact": artifact}
         if "createRunFiles" in query:
             address = f"http://127.0.0.1:{self.server.server_port}/upload/"

@@ -25,8 +25,24 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.load import load_checkpoint
 
-IGNORED_KEYS = TIMES | {"logged_seconds", "command", "resume", "logger", "commit", "dirty"}  # differ when resumed
-PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "sampling  ", "resume with: ")
+IGNORED_KEYS = TIMES | {
+    "logged_seconds",
+    "command",
+    "resume",
+    "logger",
+    "commit",
+    "dirty",
+}  # differ when resumed
+PROGRESS = (
+    "step ",
+    "model  ",
+    "data  ",
+    "training  ",
+    "device  ",
+    "run folder  ",
+    "sampling  ",
+    "resume with: ",
+)
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
@@ -77,23 +93,43 @@ class Run(Script):
         **options: Any,
     ) -> None:
         self.folder = folder
-        arguments = [*SETTINGS, f"data.path={shared()}/fox.txt", f"data.folder={shared()}/data", *overrides]
+        arguments = [
+            *SETTINGS,
+            f"data.path={shared()}/fox.txt",
+            f"data.folder={shared()}/data",
+            *overrides,
+        ]
         output = shared() / f"{time.monotonic_ns()}"
         operations = output.with_suffix(".operations")
         prepared = partial(prepare, terminal, folder, operations, *signal_at)
-        super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=prepared, **options)
+        super().__init__(
+            "train.py",
+            *arguments,
+            f"hydra.run.dir={folder}",
+            output=output,
+            prepare=prepared,
+            **options,
+        )
 
     @property
     def messages(self) -> list[str]:
         """The lines on stderr other than progress: warnings and errors."""
-        return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
+        return [
+            line
+            for line in self.stderr.splitlines()
+            if line.strip() and not line.startswith(PROGRESS)
+        ]
 
     def wait_for_step(self, step: int) -> bool:
         """Wait for a row of `step` or a later one in metrics.csv, which may be written at the same time."""
         file = self.folder / "metrics.csv"
 
         def logged() -> bool:
-            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if file.exists() else []
+            lines = (
+                file.read_text(encoding="utf-8").splitlines(keepends=True)[1:]
+                if file.exists()
+                else []
+            )
             return any(int(line.split(",", 1)[0]) >= step for line in lines if line.endswith("\n"))
 
         return self.wait_for(logged, poll_seconds=0.002)
@@ -107,7 +143,9 @@ class Run(Script):
 def prepare(terminal: str, *counted: Any) -> None:
     """Prepare a process of a run before its script starts: its terminal, and the count of its file operations."""
     if terminal:
-        opened = os.open(terminal, os.O_RDWR)  # the controlling terminal of the session, which this process leads
+        opened = os.open(
+            terminal, os.O_RDWR
+        )  # the controlling terminal of the session, which this process leads
         for stream in range(3):
             os.dup2(opened, stream)
         os.close(opened)
@@ -120,7 +158,11 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
         nonlocal operations
-        writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
+        writes = (
+            event == "open"
+            and isinstance(details[2], int)
+            and details[2] & (os.O_WRONLY | os.O_RDWR)
+        )
         if not (writes or event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.symlink")):
             return
         if str(details[0]).startswith(f"{folder}/"):
@@ -137,7 +179,10 @@ def shared() -> Path:
     """A folder of this process (its runs import this module, too), with a text that a small model can learn."""
     folder = Path(tempfile.mkdtemp(prefix="minigpt-faults-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
+    lines = (
+        f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n"
+        for i in range(320)
+    )
     (folder / "fox.txt").write_text("".join(lines), encoding="utf-8")
     return folder
 
@@ -155,7 +200,9 @@ def reference(*overrides: str) -> Path:
     return folder
 
 
-def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warning: str = "") -> None:
+def assert_resumes(
+    folder: Path, *overrides: str, cold_start: bool = False, warning: str = ""
+) -> None:
     """Resume a run after a fault, and compare its final state to that of a run without the fault.
 
     Args:
@@ -164,10 +211,14 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
     if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
     summary = folder / "summary.json"
-    if not summary.exists() or '"status": "completed"' not in summary.read_text(errors="replace", encoding="utf-8"):
+    if not summary.exists() or '"status": "completed"' not in summary.read_text(
+        errors="replace", encoding="utf-8"
+    ):
         run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
         run.end()
-        assert all(line.startswith("warning: ") and warning and warning in line for line in run.messages), run.stderr
+        assert all(
+            line.startswith("warning: ") and warning and warning in line for line in run.messages
+        ), run.stderr
     assert_same_run(folder, reference(*overrides))
     partial = [str(file) for pattern in ("*partial*", ".tmp*") for file in folder.rglob(pattern)]
     assert not partial, f"partial files are left: {partial}"
@@ -176,12 +227,19 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Compare two run folders bitwise: weights, optimizer state, RNG state, metrics, samples and summary."""
     for name in (LAST, BEST):
-        assert not (different := different_leaves(reference / name, folder / name)), f"{name} differs in {different}"
+        assert not (different := different_leaves(reference / name, folder / name)), (
+            f"{name} differs in {different}"
+        )
     assert rows(folder) == rows(reference), "metrics.csv differs"
     texts = [(run / "samples.txt").read_text(encoding="utf-8") for run in (folder, reference)]
     assert texts[0] == texts[1], f"samples.txt differs: {texts}"
-    summary, expected = (json.loads((run / "summary.json").read_text(encoding="utf-8")) for run in (folder, reference))
-    different = {key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]}
+    summary, expected = (
+        json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        for run in (folder, reference)
+    )
+    different = {
+        key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]
+    }
     assert not different, f"summary.json differs in {different}: {summary}"
 
 
@@ -198,9 +256,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _leaves(file: Path) -> dict[str, Any]:
     """The leaves of a checkpoint by path, without Lightning's loop counters, and without strings: they hold folders."""
-    leaves, _ = tree_flatten_with_path({key: value for key, value in read(file).items() if key != "loops"})
+    leaves, _ = tree_flatten_with_path(
+        {key: value for key, value in read(file).items() if key != "loops"}
+    )
     return {
         keystr(path).replace(str(file.parents[1]), "FOLDER"): leaf
         for path, leaf in leaves
-        if not isinstance(leaf, str) and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
+        if not isinstance(leaf, str)
+        and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
     }

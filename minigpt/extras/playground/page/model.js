@@ -1,4 +1,4 @@
-// The forward pass of minigpt/model.py for one sequence, token by token, with a cache of keys and values.
+// The forward pass of minigpt/model/gpt.py for one sequence, token by token, with a cache of keys and values.
 //
 // Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in), row by
 // row.
@@ -63,7 +63,7 @@ export class GPT {
 
   // Append a token and return the output (C) of the last block.
   //
-  // Beyond T tokens, the newer half of the window is read again from position 0, as in minigpt/fast_decoder.py.
+  // Beyond T tokens, the newer half of the window is read again from position 0, as in minigpt/sampling/fast/fast_decoder.py.
   forward(token) {
     const {config} = this, T = config.block_size;
     if (this.tokens.length === T) {
@@ -247,7 +247,7 @@ function erf(x) {
   return Math.sign(x) * (1 - series * Math.exp(-x * x));
 }
 
-// Return the frequencies (D/2) of minigpt.attention.rotary_table, with Llama 3's scaling.
+// Return the frequencies (D/2) of minigpt.model.attention.rotary_table, with Llama 3's scaling.
 function rotaryFrequency(config, D) {
   const low = config.rope_low_freq_factor, high = config.rope_high_freq_factor;
   return Float64Array.from({length: D / 2}, (_, i) => {

@@ -1,4 +1,4 @@
-// The filters and the draw of minigpt/sampling.py, and the scores of tokens as in minigpt/generation.py. The random
+// The filters and the draw of minigpt/sampling/filters.py, and the scores of tokens as in minigpt/sampling/generation.py. The random
 // numbers are those of torch, so a seed gives the same samples.
 
 const N_TOP = 10;

@@ -1,27 +1,36 @@
 """Which device and which precision a model trains and samples in. Depends on torch alone."""
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 
+from minigpt.model.ops import CPU
 from minigpt.utils.errors import require
 
-# Properties of this CPU by name; PyTorch before 2.11 has no such function, and a CPU counts as one without bfloat16.
-CPU: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed", None: "32-true"}  # as Lightning names them
+PRECISIONS = {
+    torch.bfloat16: "bf16-mixed",
+    torch.float16: "16-mixed",
+    None: "32-true",
+}  # as Lightning names them
 
 
 def training_precision(accelerator: str) -> str:
     """Return Lightning's precision for `trainer.precision=auto` and the accelerator of a run."""
-    gpu = None if accelerator == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    gpu = (
+        None
+        if accelerator == "cpu"
+        else torch.accelerator.current_accelerator(check_available=True)
+    )
     return PRECISIONS[half_dtype(gpu or torch.device("cpu"))]
 
 
 def find_device(name: str) -> str:
     """Return the device of this name, "auto" being the fastest; raise UserError if this machine does not have it."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     types = [kind for kind, is_available in available.items() if is_available]  # the fastest first
     names = ["auto", *types, *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     require("--device", name, names.__contains__, f"one of {', '.join(names)}")

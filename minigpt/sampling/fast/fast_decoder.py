@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.device import CPU
-from minigpt.model import GPT, Cache
-from minigpt.model_changes import evaluation, original, plain_kind
+from minigpt.model.changes import original, plain_kind
+from minigpt.model.evaluation import evaluation
+from minigpt.model.gpt import GPT, Cache
+from minigpt.model.ops import CPU
+from minigpt.sampling.decoder import drop_older_half, first_window
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -39,12 +41,16 @@ class FastDecoder:
     All samples write to the same slot of the cache, so prompts are aligned at their ends.
 
     Args:
-        model: one without changes, for which `find_change` of `minigpt.model_changes` returns None.
-        prompts, num_samples, max_new_tokens: as for `make_decoder` of `minigpt.decoder`.
+        model: one without changes, for which `find_change` of `minigpt.model.changes` returns None.
+        prompts, num_samples, max_new_tokens: as for `make_decoder` of `minigpt.sampling.generation`.
     """
 
     def __init__(
-        self, model: GPT, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
+        self,
+        model: GPT,
+        prompts: Sequence[Sequence[int]] = (),
+        num_samples: int = 1,
+        max_new_tokens: int | None = None,
     ) -> None:
         config = model.config
         self.config, self.block_size = config, config.block_size
@@ -56,7 +62,9 @@ class FastDecoder:
         weight = self._fast_model.wte.weight
         self.device = weight.device
         rotary = self._fast_model.rotary
-        self._rotary: Tensor | None = None if rotary is None else rotary.to(weight)  # (2, block_size, 1, D)
+        self._rotary: Tensor | None = (
+            None if rotary is None else rotary.to(weight)
+        )  # (2, block_size, 1, D)
 
         self.windows: list[list[int]] = []  # the tokens of each sample that the next one sees
         self._begins: list[int] = []  # slot of position 0 of each sample
@@ -136,11 +144,23 @@ class FastDecoder:
     def cache_bytes(self, rows: int, length: int) -> int:
         """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
         layers, _, heads, _, width = self._cache.shape  # keys and values
-        return layers * rows * heads * 2 * min(length, self.block_size) * width * self._cache.element_size()
+        return (
+            layers
+            * rows
+            * heads
+            * 2
+            * min(length, self.block_size)
+            * width
+            * self._cache.element_size()
+        )
 
     def slide_window(self) -> None:
         """Make room for one more token: of a full window, the newer half is read again from position 0."""
-        full = [row for row, window in enumerate(self.windows) if drop_older_half(window, self.block_size)]
+        full = [
+            row
+            for row, window in enumerate(self.windows)
+            if drop_older_half(window, self.block_size)
+        ]
         if full:
             self._read([self.windows[row] for row in full], full)
         if self._end == self._cache.size(3):
@@ -150,7 +170,9 @@ class FastDecoder:
             else:  # move the window to the front
                 self._cache[:, :B, :, : self._end - first] = self._cache[:, :B, :, first:]
                 self._shift(-first)
-                self._cache[:, :, :, self._end :] = 0  # no NaN of an earlier sample, for GraphDecoder
+                self._cache[:, :, :, self._end :] = (
+                    0  # no NaN of an earlier sample, for GraphDecoder
+                )
 
     def _resize(self, rows: int, end: int) -> None:
         """Move to a cache of `rows` rows and twice as many slots as are visible, of which `end` are before the next."""
@@ -184,21 +206,6 @@ class FastDecoder:
         self._inputs.last_tokens[rows] = read.last_tokens
 
 
-def first_window(prompt: Sequence[int], block_size: int) -> list[int]:
-    """Return the tokens that the last one of a prompt sees, without it."""
-    context = list(prompt[:-1])
-    return context[max(0, len(context) - block_size + 1) :]
-
-
-def drop_older_half(window: list[int], block_size: int) -> bool:
-    """Return whether a window of `block_size` tokens is full; then drop its older half, so that one more has place."""
-    is_full = len(window) == block_size
-    if is_full:
-        kept = max(1, block_size // 2) - 1  # and the token that comes
-        del window[: block_size - kept]
-    return is_full
-
-
 class _CacheSlots:
     """The cache of one layer in one step, as `KVCache`: the slots that are written, and those that are visible."""
 
@@ -224,8 +231,14 @@ def _fast_model(plain: Any) -> Any:
     half = math.sqrt(0.5) if scaled_gelu else 1.0
     fast.lm_head = _padded(fast.lm_head) if fast.lm_head.weight.is_cuda else _linear(fast.lm_head)
     for block in fast.blocks:
-        block.attention.qkv, block.attention.out = _linear(block.attention.qkv), _linear(block.attention.out)
-        block.mlp.up, block.mlp.down = _linear(block.mlp.up, half, half), _linear(block.mlp.down, half)
+        block.attention.qkv, block.attention.out = (
+            _linear(block.attention.qkv),
+            _linear(block.attention.out),
+        )
+        block.mlp.up, block.mlp.down = (
+            _linear(block.mlp.up, half, half),
+            _linear(block.mlp.down, half),
+        )
         if scaled_gelu:
             block.mlp.activation = _scaled_gelu
     return fast
@@ -235,13 +248,19 @@ def _plain(module: nn.Module) -> Any:
     """Copy a module to an object of its code and attributes that is no `nn.Module`; weights are gathered under FSDP."""
     module = original(module)
     if isinstance(module, nn.ModuleList | nn.ParameterList):
-        return [_plain(item) if isinstance(item, nn.Module) else _full_tensor(item) for item in module]
+        return [
+            _plain(item) if isinstance(item, nn.Module) else _full_tensor(item) for item in module
+        ]
     kind: Any = type(module)
     plain = _plain_class(kind)()
     tensors = module._parameters | module._buffers
     vars(plain).update(vars(module), training=False)
-    vars(plain).update({name: None if value is None else _full_tensor(value) for name, value in tensors.items()})
-    vars(plain).update({name: _plain(child) for name, child in module._modules.items() if child is not None})
+    vars(plain).update(
+        {name: None if value is None else _full_tensor(value) for name, value in tensors.items()}
+    )
+    vars(plain).update(
+        {name: _plain(child) for name, child in module._modules.items() if child is not None}
+    )
     return plain
 
 
@@ -256,14 +275,25 @@ def _plain_class(kind: Any) -> Any:
     return type(kind.__name__, (), methods | {"__call__": defined["forward"]})
 
 
-def _linear(layer: Any, weight_factor: float = 1.0, bias_factor: float = 1.0) -> Callable[[Tensor], Tensor]:
+def _linear(
+    layer: Any, weight_factor: float = 1.0, bias_factor: float = 1.0
+) -> Callable[[Tensor], Tensor]:
     """Return the fastest function of a plain linear layer for x (B, I), with weights and bias multiplied by factors."""
     bias = None if layer.bias is None else layer.bias * bias_factor
     weight = layer.weight if weight_factor == 1 else layer.weight * weight_factor
-    if weight.numel() >= _MIN_LARGE_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
+    if (
+        weight.numel() >= _MIN_LARGE_NUMEL
+        and weight.is_cpu
+        and weight.dtype == torch.float32
+        and _HAS_ONEDNN
+    ):
         return _LargeLinear(weight, bias)
     weight = weight.T.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight.T
-    return (lambda x: torch.mm(x, weight)) if bias is None else (lambda x: torch.addmm(bias, x, weight))
+    return (
+        (lambda x: torch.mm(x, weight))
+        if bias is None
+        else (lambda x: torch.addmm(bias, x, weight))
+    )
 
 
 def _padded(head: Any) -> Callable[[Tensor], Tensor]:
@@ -278,12 +308,20 @@ class _LargeLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.packed = None if weight.numel() < _MAX_COPIED_NUMEL else weight  # a larger one is used as it is
-        self.slices = weight.reshape(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
+        self.packed = (
+            None if weight.numel() < _MAX_COPIED_NUMEL else weight
+        )  # a larger one is used as it is
+        self.slices = weight.reshape(
+            math.gcd(len(weight), 8), -1, weight.size(1)
+        )  # (slices, O/slices, I)
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) < 4 and _IS_AMD:
-            y = torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
+            y = (
+                torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1))
+                .flatten(0, 1)
+                .T.contiguous()
+            )  # (B, O)
             return y if self.bias is None else y.add_(self.bias)
         if len(x) < 4 or x.dtype != self.weight.dtype:  # under autocast
             return F.linear(x, self.weight, self.bias)

@@ -15,7 +15,9 @@ def cosine(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float
 
 def linear(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
     """Return the factor of a straight line from 1 to `final_lr_frac`."""
-    return _warmup(step, warmup_steps) * (1 - (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps))
+    return _warmup(step, warmup_steps) * (
+        1 - (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps)
+    )
 
 
 def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
-from minigpt.generation_settings import Sampling
+from minigpt.sampling.settings import Sampling
 
 _NUMBERS_PER_REFILL = 64  # of each generator of `PerSampleRNG`
 
@@ -21,30 +21,44 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     if sampling.repetition_penalty != 1:
         assert seen is not None
         penalty = sampling.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = torch.where(
+            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
+        )
     if sampling.temperature == 0:  # no other filter excludes the maximum
         return logits
     if sampling.temperature != 1:
-        if sampling.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
+        if (
+            sampling.temperature < 0.01
+        ):  # relative to the maximum, or the quotients overflow to inf and NaN
             logits = logits - logits.amax(dim=-1, keepdim=True)
         logits = logits / min(max(sampling.temperature, 1e-30), 1e30)  # a number of float32
-    if sampling.top_k is not None and sampling.top_k < logits.size(-1):  # `topk` breaks ties: exactly k are kept
+    if sampling.top_k is not None and sampling.top_k < logits.size(
+        -1
+    ):  # `topk` breaks ties: exactly k are kept
         kept, index = logits.topk(sampling.top_k)  # (B, k)
         logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
     if sampling.top_p is not None and sampling.top_p < 1:
         descending, index = logits.sort(dim=-1, descending=True)
         p = descending.softmax(dim=-1)
-        excluded = p.cumsum(dim=-1) - p >= max(sampling.top_p, 1e-30)  # the more likely tokens reach top_p
+        excluded = p.cumsum(dim=-1) - p >= max(
+            sampling.top_p, 1e-30
+        )  # the more likely tokens reach top_p
         descending = descending.masked_fill(excluded, float("-inf"))
         logits = torch.empty_like(logits).scatter(-1, index, descending)
     if sampling.min_p:
         p = logits.softmax(dim=-1)
-        logits = logits.masked_fill(p < sampling.min_p * p.amax(dim=-1, keepdim=True), float("-inf"))
+        logits = logits.masked_fill(
+            p < sampling.min_p * p.amax(dim=-1, keepdim=True), float("-inf")
+        )
     return logits
 
 
 def draw(
-    logits: Tensor, sampling: Sampling, uniform: Tensor, seen: Tensor | None = None, unused: Tensor | None = None
+    logits: Tensor,
+    sampling: Sampling,
+    uniform: Tensor,
+    seen: Tensor | None = None,
+    unused: Tensor | None = None,
 ) -> Tensor:
     """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1).
 
@@ -57,7 +71,9 @@ def draw(
         largest, tokens = logits.max(dim=-1)  # the first of equal ones
         return tokens.masked_fill_((largest - largest).bool(), logits.size(-1))  # NaN, else 0
     # Of NaN the target is NaN, after all. In float64, a number below 1 times the total stays below the total.
-    cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+    cumulative = (
+        logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)
+    )  # (B, V)
     targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
 
@@ -79,7 +95,10 @@ class PerSampleRNG:
     def number(self, i: int) -> Tensor:
         """Return number i of each generator, (B,); i may be that of the call before, or one more, from 0 on."""
         if i // _NUMBERS_PER_REFILL != self._block:
-            columns = [torch.rand(_NUMBERS_PER_REFILL, generator=generator) for generator in self.generators]
+            columns = [
+                torch.rand(_NUMBERS_PER_REFILL, generator=generator)
+                for generator in self.generators
+            ]
             self._numbers = torch.stack(columns, dim=1).double().to(self.device)
             self._block = i // _NUMBERS_PER_REFILL
         return self._numbers[i % _NUMBERS_PER_REFILL]

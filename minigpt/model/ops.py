@@ -1,26 +1,32 @@
 """Norms, activations and dropout, for the model and the decoder. Depends on torch alone.
 
-An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.config`, adds one. RMSNorm and ReLU² are limited by
+An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.model.config`, adds one. RMSNorm and ReLU² are limited by
 memory bandwidth on a CPU: the versions here make half as many passes over memory as torch's. On other devices
 and in other precisions, they call torch's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Properties of this CPU by name; PyTorch before 2.11 has no such function, and a CPU counts as one without bfloat16.
+CPU: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
 EPS = 1e-5  # default of what is added to the variance or the mean square
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS
+) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
     return torch.layer_norm(x, x.shape[-1:], _in_type_of(x, weight), _in_type_of(x, bias), eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS
+) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
     if _autocasts_norms(x):
         # Without weights, the kernel adds in float32 anyway; with them, autocast converts x since PyTorch 2.12.
@@ -70,7 +76,9 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of this rank under FSDP2, else the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, which is slow to import
+    return (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    )  # a DTensor, which is slow to import
 
 
 def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -85,7 +93,9 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not 0 < dropped < 1 << 16 or not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.dropout(x, p)
     n, lowest = x.numel(), -(1 << 15)
-    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)  # uniform
+    drawn = (
+        torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)
+    )  # uniform
     kept = drawn[:n].view(x.shape) >= lowest + dropped
     return x * kept.to(x.dtype).div_(1 - p)
 
@@ -112,7 +122,13 @@ def _in_type_of(x: Tensor, weight: Tensor | None) -> Tensor | None:
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:
     """1 / √(mean(x²) + eps): (…, C) to (…, 1)."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.size(-1))
+        .add_(eps)
+        .rsqrt_()
+    )
 
 
 # What the backward passes of these functions use is an output too, so that they can be differentiated again:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minigpt.ops import local_shard
+from minigpt.model.ops import local_shard
 
 
 class EMA:
@@ -22,7 +22,10 @@ class EMA:
         self.parameters: list[Tensor] = list(parameters)
         self.decay, self.updates = decay, 0
         # The averages; while swapped, the weights.
-        self.shadow = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
+        self.shadow = [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for p in self.parameters
+        ]
         self.swapped = False
 
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
@@ -39,7 +42,10 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [local_shard(p) for p in self.shadow]
-        weights = [local_shard(p).to(average.dtype) for p, average in zip(self.parameters, averages, strict=True)]
+        weights = [
+            local_shard(p).to(average.dtype)
+            for p, average in zip(self.parameters, averages, strict=True)
+        ]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()

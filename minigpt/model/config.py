@@ -8,11 +8,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minigpt.utils.checks import BOOLEAN, FRACTION, POSITIVE, POSITIVE_INT, Rule, integer, one_of, or_null
+from minigpt.utils.checks import (
+    BOOLEAN,
+    FRACTION,
+    POSITIVE,
+    POSITIVE_INT,
+    Rule,
+    integer,
+    one_of,
+    or_null,
+)
 from minigpt.utils.errors import UserError, require
 
-# Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
-UP_PROJECTIONS = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the MLP's input; 2 if gated
+# Sizes of the activations and norms of `minigpt.model.ops`, known without importing torch.
+UP_PROJECTIONS = {
+    "gelu": 1,
+    "gelu_tanh": 1,
+    "relu": 1,
+    "relu2": 1,
+    "swiglu": 2,
+}  # of the MLP's input; 2 if gated
 NORM_PARAMS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "rmsnorm_noscale": ()}
 MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
@@ -24,9 +39,13 @@ class GPTConfig:
     block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
     n_layer: int = 12
-    layer_repeats: int = 1  # uses of each block: n_layer / layer_repeats blocks have weights, and are run in turn
+    layer_repeats: int = (
+        1  # uses of each block: n_layer / layer_repeats blocks have weights, and are run in turn
+    )
     n_head: int = 12
-    n_kv_head: int | None = None  # key and value heads; fewer than n_head is grouped-query attention
+    n_kv_head: int | None = (
+        None  # key and value heads; fewer than n_head is grouped-query attention
+    )
     n_embd: int = 768
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
     n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
@@ -38,8 +57,12 @@ class GPTConfig:
     norm_position: str = "pre"
     position: str = "learned"
     rope_base: float = 10000.0
-    rope_factor: float = 1.0  # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by it
-    rope_low_freq_factor: float = 1.0  # wavelengths above rope_original_block_size / this are scaled fully
+    rope_factor: float = (
+        1.0  # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by it
+    )
+    rope_low_freq_factor: float = (
+        1.0  # wavelengths above rope_original_block_size / this are scaled fully
+    )
     rope_high_freq_factor: float = 4.0  # those below rope_original_block_size / this are not scaled
     rope_original_block_size: int = 8192  # context length before the scaling, tokens
     activation: str = "gelu"
@@ -50,7 +73,9 @@ class GPTConfig:
     ngram_buckets: int = 8192  # rows of the hash table of each n
     ngram_dim: int = 16  # width of an n-gram embedding
     ngram_dropout: float = 0.0
-    smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
+    smear: int = (
+        0  # number of previous token embeddings added to each, with learned factors per channel
+    )
     embed_norm: bool = False  # RMS-normalize the input of the first block
     logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
     parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
@@ -68,7 +93,12 @@ class GPTConfig:
             f"divisible by model.layer_repeats={self.layer_repeats}",
         )
         if self.position == "rope":
-            require("model.head_dim", self.head_width, lambda v: v % 2 == 0, "even with model.position=rope")
+            require(
+                "model.head_dim",
+                self.head_width,
+                lambda v: v % 2 == 0,
+                "even with model.position=rope",
+            )
         if self.qk_norm_weights:
             require("model.qk_norm", self.qk_norm, bool, "true with model.qk_norm_weights=true")
         require(
@@ -89,7 +119,11 @@ class GPTConfig:
         if self.n_inner is not None:
             return self.n_inner
         # A gated MLP has three matrices: with 2/3 of the width, in multiples of 8, it has as many parameters.
-        return -(-8 * self.n_embd // 3 // 8) * 8 if UP_PROJECTIONS[self.activation] == 2 else 4 * self.n_embd
+        return (
+            -(-8 * self.n_embd // 3 // 8) * 8
+            if UP_PROJECTIONS[self.activation] == 2
+            else 4 * self.n_embd
+        )
 
     @property
     def up_width(self) -> int:
@@ -141,7 +175,12 @@ class GPTConfig:
         if self.ngram:
             embeddings += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
         final_norm = width * len(self.norm_params) if self.norm_position == "pre" else 0
-        return embeddings + self.smear * width + self.n_layer // self.layer_repeats * self.block_params + final_norm
+        return (
+            embeddings
+            + self.smear * width
+            + self.n_layer // self.layer_repeats * self.block_params
+            + final_norm
+        )
 
     def flops_per_token(self) -> float:
         """Estimate the floating-point operations of a training step per token.
@@ -168,11 +207,15 @@ class GPTConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
         """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
         if unknown := sorted(set(values) - set(cls.__dataclass_fields__)):
-            raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
+            raise UserError(
+                f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?"
+            )
         return cls(**values)
 
 
-def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = "") -> None:
+def check_heads(
+    n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = ""
+) -> None:
     """Raise UserError if heads do not divide the width, or key-value heads the heads; `prefix` is that of the keys."""
     if head_dim is None:
         require(
@@ -183,7 +226,12 @@ def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int |
             f"use a multiple of {n_head}, or set {prefix}head_dim",
         )
     if n_kv_head is not None:
-        require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
+        require(
+            f"{prefix}n_head",
+            n_head,
+            lambda v: v % n_kv_head == 0,
+            f"divisible by {prefix}n_kv_head={n_kv_head}",
+        )
 
 
 RULES: dict[str, Rule] = {
@@ -192,13 +240,17 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
     "rope_original_block_size": POSITIVE_INT,
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
-    **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN),
+    **dict.fromkeys(
+        ("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN
+    ),
     "qkv_bias": or_null(BOOLEAN),
     **dict.fromkeys(("dropout", "ngram_dropout"), FRACTION),
     "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(("pre", "post")),
     "position": one_of(("learned", "rope", "none")),
-    **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE),
+    **dict.fromkeys(
+        ("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE
+    ),
     "rope_factor": (lambda v: POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
     "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),

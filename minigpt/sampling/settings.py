@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minigpt.utils.checks import CLOSED_FRACTION, NON_NEGATIVE, NON_NEGATIVE_INT, POSITIVE_INT, Rule, integer, is_number
+from minigpt.utils.checks import (
+    CLOSED_FRACTION,
+    NON_NEGATIVE,
+    NON_NEGATIVE_INT,
+    POSITIVE_INT,
+    Rule,
+    integer,
+    is_number,
+)
 from minigpt.utils.errors import require
 
 
@@ -47,7 +55,9 @@ def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:
 
 def _is_stop_list(value: Any) -> bool:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and all(item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item) for item in value)
+    return listed and all(
+        item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item) for item in value
+    )
 
 
 _OPTIONAL = ("top_k", "top_p", "min_p")
@@ -59,6 +69,9 @@ RULES: dict[str, Rule] = {
     "top_k": POSITIVE_INT,
     "top_p": (lambda value: is_number(value) and 0 < value <= 1, "in (0, 1]"),
     "min_p": CLOSED_FRACTION,
-    "repetition_penalty": (lambda value: is_number(value) and 0.01 <= value <= 100, "in [0.01, 100]"),
+    "repetition_penalty": (
+        lambda value: is_number(value) and 0.01 <= value <= 100,
+        "in [0.01, 100]",
+    ),
     "stop": (_is_stop_list, "a list of non-empty strings and token ids"),
 }

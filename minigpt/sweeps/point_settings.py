@@ -7,8 +7,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from minigpt.run_config import flat, use_outside_values
+from minigpt.runs.run_config import flat, use_outside_values
 from minigpt.utils.files import sha256_json
+from minigpt.utils.moved import current
 
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
@@ -26,17 +27,24 @@ def by_name(overrides: Sequence[str]) -> dict[str, str]:
         key = override.partition("=")[0]
         if re.match(r"(\+\+)?[^+~]", key) and not _DICT.search(override):
             replaced = (key, key.removeprefix("++"))
-            acting = [old for old in acting if _DICT.search(old) or old.partition("=")[0] not in replaced]
+            acting = [
+                old for old in acting if _DICT.search(old) or old.partition("=")[0] not in replaced
+            ]
         acting.append(override)
     keys = [override.partition("=")[0] for override in acting]
-    names = [key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)]
+    names = [
+        key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)
+    ]
     return dict(zip(names, acting, strict=True))
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Map dotted settings to their last part where that is unique."""
     leaves = [name.rpartition(".")[2] for name in names]
-    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
+    return {
+        name: leaf if leaves.count(leaf) == 1 else name
+        for name, leaf in zip(names, leaves, strict=True)
+    }
 
 
 def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
@@ -55,7 +63,11 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a setting, changes what a run computes; so does `resume=` with a path."""
     group = re.split("[./@=]", override.lstrip("+~"))[0]
-    return group not in ("pause_at", "logger") and override not in ("resume=None", "resume=null", "resume=auto")
+    return group not in ("pause_at", "logger") and override not in (
+        "resume=None",
+        "resume=null",
+        "resume=auto",
+    )
 
 
 def relevant_settings(config: Any) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def relevant_settings(config: Any) -> dict[str, Any]:
         config = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
         use_outside_values(config)
         config = OmegaConf.to_container(config)
-    return {key: value for key, value in flat(config) if is_relevant(f"{key}={value}")}
+    return {key: current(value) for key, value in flat(config) if is_relevant(f"{key}={value}")}
 
 
 def hydra_settings(config: Any) -> dict[str, Any]:

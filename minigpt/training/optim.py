@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
-from minigpt.attention import MultiHeadAttention
-from minigpt.device import half_dtype
-from minigpt.embeddings import NGramEmbedding
-from minigpt.model import GPT, MLP
-from minigpt.ops import local_shard
+from minigpt.model.attention import MultiHeadAttention
+from minigpt.model.embeddings import NGramEmbedding
+from minigpt.model.gpt import GPT, MLP
+from minigpt.model.ops import local_shard
+from minigpt.training.precision import half_dtype
 
 FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 
 
-def adamw(model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
     """Build AdamW (https://arxiv.org/abs/1711.05101) with weight decay on matrices and embeddings alone.
 
     Under mup (https://arxiv.org/abs/2203.03466, table 8), the peak learning rate is divided and the weight decay
@@ -28,7 +30,10 @@ def adamw(model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: fl
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = matrix_params(model) if model.config.parametrization == "mup" else {}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2 and p not in hidden], "weight_decay": weight_decay},
+        {
+            "params": [p for p in parameters if p.dim() >= 2 and p not in hidden],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     if hidden:
@@ -63,11 +68,18 @@ def muon(
     """
     rows = matrix_params(model)
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
-    tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
+    tables = {
+        module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)
+    }
     options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
     # torch moves the state "step" to the device of its parameter only in groups with fused=True, when it loads a state.
     fused = next(model.parameters()).device.type in FUSED_DEVICES
-    adam = {"kind": "adamw", "lr": adam_lr, "betas": (float(betas[0]), float(betas[1])), "fused": fused}
+    adam = {
+        "kind": "adamw",
+        "lr": adam_lr,
+        "betas": (float(betas[0]), float(betas[1])),
+        "fused": fused,
+    }
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
         {**adam, "params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay},
@@ -85,7 +97,9 @@ class OneRank:
         """Return how many rows of each of the concatenated matrices each of those ranks holds."""
         return [[rows] for rows in matrices]
 
-    def orthogonalize(self, updates: list[Tensor], rows: list[list[int]], steps: int) -> list[Tensor]:
+    def orthogonalize(
+        self, updates: list[Tensor], rows: list[list[int]], steps: int
+    ) -> list[Tensor]:
         """Orthogonalize matrices of one shape; take and return the rows that this rank holds."""
         return list(orthogonalize(torch.stack(updates), steps))
 
@@ -123,7 +137,9 @@ class Muon(torch.optim.Optimizer):
     def _muon(self, group: dict[str, Any], matrices: list[Any]) -> None:
         momentum, lr = group["momentum"], group["lr"]
         if type(self.ranks) is OneRank and hasattr(matrices[0], "to_local"):
-            raise TypeError("the matrices are sharded: set Muon.ranks to minigpt.distributed.muon_ranks.Shards(group)")
+            raise TypeError(
+                "the matrices are sharded: set Muon.ranks to minigpt.distributed.muon_ranks.Shards(group)"
+            )
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -188,7 +204,9 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     x = x.mT if tall else x  # the Gram matrix is of the shorter side
     for _ in range(steps):
         gram = x @ x.mT  # (N, r, r)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
+        )
     return (x.mT if tall else x).to(matrices.dtype)
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.config import check_heads
-from minigpt.device import CPU
-from minigpt.ops import EPS, apply_dropout, rms_norm
+from minigpt.model.config import check_heads
+from minigpt.model.ops import CPU, EPS, apply_dropout, rms_norm
 
 Rotary: TypeAlias = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
@@ -51,11 +50,17 @@ def attend(
     T, S = q.size(2), k.size(2)
     # The kernel has a causal mask for T = S alone; of symbolic sizes, equal ones are equal at every length.
     kernel_causal = causal and mask is None and bool(T == S)
-    if causal and not kernel_causal and T > 1:  # a single query is the last one, which sees all keys
+    if (
+        causal and not kernel_causal and T > 1
+    ):  # a single query is the last one, which sees all keys
         mask = _visible(T, S, mask, q.device)
     gqa = bool(q.size(1) != k.size(1))
-    matrix = None if mask is None else torch.atleast_2d(mask)  # the kernel takes no mask of fewer dimensions
-    return F.scaled_dot_product_attention(q, k, v, matrix, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
+    matrix = (
+        None if mask is None else torch.atleast_2d(mask)
+    )  # the kernel takes no mask of fewer dimensions
+    return F.scaled_dot_product_attention(
+        q, k, v, matrix, dropout, kernel_causal, scale=scale, enable_gqa=gqa
+    )
 
 
 def attend_explicit(
@@ -76,7 +81,9 @@ def attend_explicit(
     visible = _visible(T, S, mask, q.device) if causal else mask
     if visible is not None:
         # Finite, because the gradient of a softmax over minus infinity is NaN; and added, whose gradient is no work.
-        hidden = scores.new_zeros(visible.shape).masked_fill_(~visible, torch.finfo(scores.dtype).min / 2)
+        hidden = scores.new_zeros(visible.shape).masked_fill_(
+            ~visible, torch.finfo(scores.dtype).min / 2
+        )
         scores = scores + hidden
     weights = scores.softmax(dim=-1)
     if visible is not None and (mask is not None or T > S):  # a query may see no key
@@ -131,7 +138,9 @@ def rotary_table(
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.outer(torch.arange(start, start + length, **options), frequency)  # (T, D/2)
     cos, sin = angle.cos(), angle.sin()
-    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))  # (2, T, D)
+    table = torch.stack(
+        (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    )  # (2, T, D)
     return table[:, :, None].float()
 
 
@@ -145,7 +154,9 @@ def rotate(x: Tensor, table: Rotary) -> Tensor:
 class KVCache:
     """Keys and values of one layer, in preallocated memory of `shape` (B, K, capacity, D)."""
 
-    def __init__(self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.k = torch.empty(shape, device=device, dtype=dtype)
         self.v = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
@@ -197,14 +208,21 @@ class MultiHeadAttention(nn.Module):
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
-        self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias)
+        self.qkv = nn.Linear(
+            n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias
+        )
         learned = qk_norm and qk_norm_weights
         self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
         self.k_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
         self.out = nn.Linear(self.q_width, n_embd, bias=bias)
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend from every position of x (B, T, C) to x; return (B, T, C).
 
@@ -216,14 +234,27 @@ class MultiHeadAttention(nn.Module):
             cache: keys and values of the positions before x; those of x are appended.
         """
         q, k, v = self._project(x, rotary)
-        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.append(k, v)  # (B, K, S, D)
+        k, v = (
+            (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.append(k, v)
+        )  # (B, K, S, D)
         q, dropout = q.transpose(1, 2), self.dropout if self.training else 0.0  # (B, H, T, D)
-        options: Any = {"causal": self.causal, "mask": mask, "scale": self.scale, "dropout": dropout}
-        y = attend_explicit(q, k, v, **options)[0] if formula_is_faster(q, k) else attend(q, k, v, **options)
+        options: Any = {
+            "causal": self.causal,
+            "mask": mask,
+            "scale": self.scale,
+            "dropout": dropout,
+        }
+        y = (
+            attend_explicit(q, k, v, **options)[0]
+            if formula_is_faster(q, k)
+            else attend(q, k, v, **options)
+        )
         y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, H, T, D) -> (B, T, H·D)
         return apply_dropout(self.out(y), self.dropout, self.training)
 
-    def attention_weights(self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None) -> Tensor:
+    def attention_weights(
+        self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None
+    ) -> Tensor:
         """Return the attention weights (B, H, T, T) of `forward` in evaluation mode."""
         q, k, v = (heads.transpose(1, 2) for heads in self._project(x, rotary))
         return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale)[1]

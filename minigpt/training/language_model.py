@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from minigpt.model import GPT
-from minigpt.model_changes import uncompiled
+from minigpt.model.evaluation import uncompiled
+from minigpt.model.gpt import GPT
 
 
 class LanguageModel(L.LightningModule):
@@ -72,7 +72,10 @@ class LanguageModel(L.LightningModule):
         return loss if self.weight == 1 else loss * self.weight
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -90,7 +93,9 @@ class LanguageModel(L.LightningModule):
         skips = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return not skips and self.grad_norm is not None and not self.grad_norm.isfinite()
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Take a step, then free the gradients, so that they never take memory beside the next activations."""
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         super().optimizer_step(epoch, batch_idx, optimizer, *args, **kwargs)
@@ -105,7 +110,9 @@ class LanguageModel(L.LightningModule):
             self.trainer.should_stop = True
 
     def on_validation_epoch_start(self) -> None:
-        self.val_sums = torch.zeros(2, device=self.device)  # nats (2e-6 off after 20,000 batches), tokens
+        self.val_sums = torch.zeros(
+            2, device=self.device
+        )  # nats (2e-6 off after 20,000 batches), tokens
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch  # (B, T) each

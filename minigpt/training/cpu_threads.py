@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from minigpt.model import GPT
+from minigpt.model.gpt import GPT
 
 # Environment variables by which users set the number of threads, or how they wait.
 _GIVEN = (
@@ -45,7 +45,11 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def decoding_threads(model: GPT, rows: int) -> int | None:
     """Return 1 if one thread decodes as fast as two: for fewer than four samples of a small model; else None."""
     largest = max(weight.numel() for weight in (*model.blocks.parameters(), model.lm_head.weight))
-    return 1 if largest < _MIN_PARALLEL_NUMEL and rows < 4 and not any(map(os.environ.get, _GIVEN)) else None
+    return (
+        1
+        if largest < _MIN_PARALLEL_NUMEL and rows < 4 and not any(map(os.environ.get, _GIVEN))
+        else None
+    )
 
 
 class ThreadBalancer:
@@ -60,8 +64,14 @@ class ThreadBalancer:
         self.most, self._window = torch.get_num_threads(), window
         self.fixed = fixed or self.most == 1 or any(map(os.environ.get, _GIVEN))
         self._skipped, self._steps, self._seconds = 3, list[tuple[float, float]](), 0.0
-        self._before: tuple[int, float, float] | None = None  # in a trial of fewer: threads, cores, seconds per step
-        self._pause, self._more, self._fewer = _PAUSE, 0.0, 0.0  # no more, or fewer, are tried before these times
+        self._before: tuple[int, float, float] | None = (
+            None  # in a trial of fewer: threads, cores, seconds per step
+        )
+        self._pause, self._more, self._fewer = (
+            _PAUSE,
+            0.0,
+            0.0,
+        )  # no more, or fewer, are tried before these times
 
     def start(self) -> None:
         """Begin a step."""
@@ -77,7 +87,11 @@ class ThreadBalancer:
         self._seconds += now - self._wall
         if len(self._steps) < 3 or self._seconds < self._window:
             return ""
-        steps, self._steps, self._seconds = sorted(self._steps)[:-1], [], 0.0  # the slowest may have compiled
+        steps, self._steps, self._seconds = (
+            sorted(self._steps)[:-1],
+            [],
+            0.0,
+        )  # the slowest may have compiled
         wall, cpu = map(sum, zip(*steps, strict=True))
         cores, seconds = cpu / wall, wall / len(steps)
         waiting = cores < count - _MISSING

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.fast_decoder import FastDecoder
-from minigpt.model import Cache
+from minigpt.model.gpt import Cache
+from minigpt.sampling.fast.fast_decoder import FastDecoder
 
 _SLOTS = 256
 _WARMUP_STEPS = 3  # before a step is recorded: torch loads and chooses kernels
@@ -30,7 +30,12 @@ class GraphDecoder(FastDecoder):
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
         slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
         step = self._step
-        if step is None or step.cache is not self._cache or len(step.tokens) != len(tokens) or step.slots != slots:
+        if (
+            step is None
+            or step.cache is not self._cache
+            or len(step.tokens) != len(tokens)
+            or step.slots != slots
+        ):
             step = self._step = _FixedStep(self, slots)
         return step(self, tokens, slot)
 
@@ -46,7 +51,10 @@ class _FixedStep:
         self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(slots, device=decoder.device)
-        self.inputs = (decoder._inputs.last_embeddings.clone(), decoder._inputs.last_tokens.clone())  # as of `Cache`
+        self.inputs = (
+            decoder._inputs.last_embeddings.clone(),
+            decoder._inputs.last_tokens.clone(),
+        )  # as of `Cache`
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.logits = 0, torch.empty(0)  # of the graph
 
@@ -58,8 +66,12 @@ class _FixedStep:
             self.given_begins = list(decoder._begins)
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
         given = decoder._inputs
-        for mine, theirs in zip(self.inputs, (given.last_embeddings, given.last_tokens), strict=True):
-            mine.copy_(theirs)  # of another tensor if samples joined or left; else torch copies nothing
+        for mine, theirs in zip(
+            self.inputs, (given.last_embeddings, given.last_tokens), strict=True
+        ):
+            mine.copy_(
+                theirs
+            )  # of another tensor if samples joined or left; else torch copies nothing
         decoder._inputs = Cache([], *self.inputs)
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
@@ -81,18 +93,26 @@ class _FixedStep:
         positions = self.slot - self.begins  # (B, 1)
         visible = (self.all_slots >= self.begins) & (self.all_slots <= self.slot)  # (B, S)
         # Added to the scores, because a boolean mask would be converted in every layer.
-        mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))[:, None, None]  # (B, 1, 1, S)
-        rotary = None if self.rotary is None else self.rotary[:, positions].unbind()  # (B, 1, 1, D) each
+        mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))[
+            :, None, None
+        ]  # (B, 1, 1, S)
+        rotary = (
+            None if self.rotary is None else self.rotary[:, positions].unbind()
+        )  # (B, 1, 1, D) each
         after = Cache([], *self.inputs)
         x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
-        for mine, theirs in zip(self.inputs, (after.last_embeddings, after.last_tokens), strict=True):
+        for mine, theirs in zip(
+            self.inputs, (after.last_embeddings, after.last_tokens), strict=True
+        ):
             mine.copy_(theirs)
         for i, block in enumerate(self.model.blocks):
             x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)
         return self.model.logits(x)
 
 
-_recording_stream = cache(torch.cuda.Stream)  # one per device, because torch keeps a workspace for each
+_recording_stream = cache(
+    torch.cuda.Stream
+)  # one per device, because torch keeps a workspace for each
 
 
 class _Slot:

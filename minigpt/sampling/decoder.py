@@ -1,8 +1,8 @@
 """Decoding of one token per sample and step. Depends on torch alone.
 
 `Decoder` computes the logits of `model(tokens)` by calling it, so it is right for every model, however its user changed
-it. `make_decoder` returns the `FastDecoder` of `minigpt.fast_decoder`, or on a GPU that of `minigpt.graph_decoder`, for
-models that their user did not change.
+it. `make_decoder` of `minigpt.sampling.generation` returns one of `minigpt.sampling.fast` for models that their user did
+not change.
 
 Shapes: B samples, T tokens, V vocab.
 """
@@ -13,32 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.fast_decoder import FastDecoder, drop_older_half, first_window
-from minigpt.model_changes import evaluation, find_change, original, unwrap
+from minigpt.model.evaluation import evaluation
 from minigpt.utils.errors import UserError
-
-
-def make_decoder(
-    model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
-) -> "Decoder | FastDecoder":
-    """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
-
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        prompts: token ids of each prompt, at least one; the last `block_size` are read.
-        max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and samples can join.
-
-    Raises:
-        UserError: the model is not one of minigpt, or returns no logits.
-    """
-    model = unwrap(model)
-    if find_change(model) is not None:
-        return Decoder(model, prompts, num_samples)
-    if next(model.parameters()).is_cuda:
-        from minigpt.graph_decoder import GraphDecoder
-
-        return GraphDecoder(original(model), prompts, num_samples, max_new_tokens)
-    return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
 
 
 class Decoder:
@@ -48,7 +24,9 @@ class Decoder:
     ignore it, and a hook may look at positions.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1
+    ) -> None:
         self.model, self.block_size = model, model.config.block_size
         self.device = next(model.parameters()).device
         self.windows: list[list[int]] = []  # the tokens of each sample that the next one sees
@@ -94,3 +72,18 @@ class Decoder:
     def cache_bytes(self, rows: int, length: int) -> int:
         """Return 0: there is no cache of keys and values."""
         return 0
+
+
+def first_window(prompt: Sequence[int], block_size: int) -> list[int]:
+    """Return the tokens that the last one of a prompt sees, without it."""
+    context = list(prompt[:-1])
+    return context[max(0, len(context) - block_size + 1) :]
+
+
+def drop_older_half(window: list[int], block_size: int) -> bool:
+    """Return whether a window of `block_size` tokens is full; then drop its older half, so that one more has place."""
+    is_full = len(window) == block_size
+    if is_full:
+        kept = max(1, block_size // 2) - 1  # and the token that comes
+        del window[: block_size - kept]
+    return is_full

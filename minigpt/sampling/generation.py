@@ -1,7 +1,7 @@
 """Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
 
 Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
-`block_size`: see `drop_older_half` in `minigpt.fast_decoder`. Depends on torch alone.
+`block_size`: see `drop_older_half` in `minigpt.sampling.fast.fast_decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """
@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from minigpt.data.detokenizer import Detokenizer
-from minigpt.decoder import make_decoder
-from minigpt.generation_settings import Sampling, check_settings
-from minigpt.model import GPT
-from minigpt.model_changes import evaluation, unwrap
-from minigpt.sampling import PerSampleRNG, draw, unused_ids
+from minigpt.model.changes import find_change, original, unwrap
+from minigpt.model.evaluation import evaluation
+from minigpt.model.gpt import GPT
+from minigpt.sampling.decoder import Decoder
+from minigpt.sampling.detokenizer import Detokenizer
+from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.sampling.fast.graph_decoder import GraphDecoder
+from minigpt.sampling.filters import PerSampleRNG, draw, unused_ids
+from minigpt.sampling.settings import Sampling, check_settings
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -34,8 +37,12 @@ class Step:
     """The next token of every sample; to be ignored for samples that stopped before."""
 
     tokens: list[int]
-    texts: list[str]  # characters that each token completes, up to and with a stop string; empty without a tokenizer
-    logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
+    texts: list[
+        str
+    ]  # characters that each token completes, up to and with a stop string; empty without a tokenizer
+    logprobs: list[
+        float
+    ]  # of each token in nats, before temperature and filters; empty unless requested
     stopped: list[bool]  # with this token or before
 
 
@@ -43,7 +50,9 @@ class Step:
 class Sample:
     """The continuation of a prompt."""
 
-    tokens: list[int] = field(default_factory=list)  # up to and with the one that completes a stop string
+    tokens: list[int] = field(
+        default_factory=list
+    )  # up to and with the one that completes a stop string
     logprobs: list[float] = field(default_factory=list)  # as in `Step`
     reason: str = "length"  # at max_new_tokens; or "stop"
     text: str = ""  # empty without a tokenizer
@@ -57,7 +66,9 @@ class Sample:
             self.text += step.texts[i]
 
 
-def generate(model: GPT, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int, **settings: Any) -> list[Sample]:
+def generate(
+    model: GPT, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int, **settings: Any
+) -> list[Sample]:
     """Continue one prompt or a batch of prompts; all arguments are those of `stream`.
 
     Returns:
@@ -105,8 +116,12 @@ def stream(
     filters, model = Sampling(**sampling), unwrap(model)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     first = batch[0] if isinstance(batch, Sequence) and batch else None
-    is_batch = bool(getattr(first, "ndim", hasattr(first, "__len__")))  # a tensor of no dimension is an id
-    prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
+    is_batch = bool(
+        getattr(first, "ndim", hasattr(first, "__len__"))
+    )  # a tensor of no dimension is an id
+    prompt_ids = [
+        check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])
+    ]
     prompt_of_samples = [prompt for prompt in prompt_ids for _ in range(num_samples)]
     samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
 
@@ -118,7 +133,9 @@ def stream(
             decoder.device,
         )
         size = decoder.logits.size(-1)
-        unused = None if tokenizer is None else unused_ids(tokenizer.token_bytes, size, decoder.device)  # (V,)
+        unused = (
+            None if tokenizer is None else unused_ids(tokenizer.token_bytes, size, decoder.device)
+        )  # (V,)
         seen = None  # (B, V)
         if filters.repetition_penalty != 1:
             seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
@@ -130,8 +147,14 @@ def stream(
             ids, last = tokens.tolist(), i + 1 == max_new_tokens
             if max(ids) == size:
                 raise RunError(NON_FINITE)
-            of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
-            texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]
+            of_tokens = (
+                logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
+                if logprobs
+                else []
+            )
+            texts = [
+                sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)
+            ]
             stopped = [sample.stopped for sample in samples]
             yield Step(ids, texts, of_tokens, stopped)
             if last or all(stopped):
@@ -143,13 +166,39 @@ def stream(
     return steps()
 
 
+def make_decoder(
+    model: Any,
+    prompts: Sequence[Sequence[int]] = (),
+    num_samples: int = 1,
+    max_new_tokens: int | None = None,
+) -> Decoder | FastDecoder:
+    """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
+
+    Args:
+        model: is used in evaluation mode and left in its mode.
+        prompts: token ids of each prompt, at least one; the last `block_size` are read.
+        max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and samples can join.
+
+    Raises:
+        UserError: the model is not one of minigpt, or returns no logits.
+    """
+    model = unwrap(model)
+    if find_change(model) is not None:
+        return Decoder(model, prompts, num_samples)
+    if next(model.parameters()).is_cuda:
+        return GraphDecoder(original(model), prompts, num_samples, max_new_tokens)
+    return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
+
+
 @dataclass(frozen=True)
 class Score:
     """The likelihood of a text, token by token."""
 
     logprobs: Tensor  # (T,) of each token after those before it, in nats
     ranks: Tensor  # (T,) number of more likely tokens
-    top: list[list[tuple[int, float]]]  # the `n_top` likeliest tokens in each place, with log-probabilities
+    top: list[
+        list[tuple[int, float]]
+    ]  # the `n_top` likeliest tokens in each place, with log-probabilities
 
     @property
     def nats(self) -> float:
@@ -163,7 +212,10 @@ def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
     model = unwrap(model)
     before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
     parts = list(score_windows(model, before + text, len(before), n_top))
-    logprobs, ranks = torch.cat([part.logprobs for part in parts]), torch.cat([part.ranks for part in parts])
+    logprobs, ranks = (
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+    )
     return Score(logprobs.cpu(), ranks.cpu(), [row for part in parts for row in part.top])
 
 
@@ -175,7 +227,9 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     block_size = model.config.block_size
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
-        window = torch.tensor(ids[begin : begin + block_size + 1], device=next(model.parameters()).device)  # (n,)
+        window = torch.tensor(
+            ids[begin : begin + block_size + 1], device=next(model.parameters()).device
+        )  # (n,)
         with evaluation(model):
             logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
@@ -194,7 +248,13 @@ def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
 def check_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    items = [i.tolist() if hasattr(i, "tolist") else i for i in ids] if isinstance(ids, Sequence) else []
-    if items and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in items):
+    items = (
+        [i.tolist() if hasattr(i, "tolist") else i for i in ids]
+        if isinstance(ids, Sequence)
+        else []
+    )
+    if items and all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in items
+    ):
         return items
     raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")

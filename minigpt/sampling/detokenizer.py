@@ -24,16 +24,23 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer | None", stop: Sequence[str | int] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: "Tokenizer | None",
+        stop: Sequence[str | int] = (),
+        prompt: Sequence[int] = (),
     ) -> None:
         self.stop_ids = {item for item in stop if isinstance(item, int)}
         self.stop_strings = [item for item in stop if isinstance(item, str)]
         if self.stop_strings and tokenizer is None:
-            raise UserError("stop has strings, which need a tokenizer; set tokenizer, or give token ids")
+            raise UserError(
+                "stop has strings, which need a tokenizer; set tokenizer, or give token ids"
+            )
         self.tokenizer, self.stopped, self.held = tokenizer, False, ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         if tokenizer:
-            self._utf8.decode(tokenizer.decode_bytes(prompt[-3:]))  # an incomplete character has at most 3 bytes
+            self._utf8.decode(
+                tokenizer.decode_bytes(prompt[-3:])
+            )  # an incomplete character has at most 3 bytes
 
     def append(self, token: int, *, last: bool = False) -> str:
         """Append a token and return the characters that it completes.
@@ -52,13 +59,19 @@ class Detokenizer:
 
     def _end_at_stop_string(self, new: str, last: bool) -> str:
         text = self.held + new
-        found = [(begin + len(string), begin) for string in self.stop_strings if (begin := text.find(string)) >= 0]
+        found = [
+            (begin + len(string), begin)
+            for string in self.stop_strings
+            if (begin := text.find(string)) >= 0
+        ]
         if found:
             end, begin = min(found)
             new, self.held, self.stopped = text[len(self.held) : end], text[begin:end], True
         else:
             ends = [] if last else [text[i:] for i in range(len(text))]
-            self.held = next((end for end in ends if any(s.startswith(end) for s in self.stop_strings)), "")
+            self.held = next(
+                (end for end in ends if any(s.startswith(end) for s in self.stop_strings)), ""
+            )
         return new
 
 
@@ -68,4 +81,6 @@ def token_pieces(tokenizer: "Tokenizer", ids: Sequence[int], *, complete: bool =
     With `complete=False`, the text goes on: an incomplete character at its end is left out.
     """
     text = Detokenizer(tokenizer)
-    return [text.append(token, last=complete and i == len(ids)) for i, token in enumerate(ids, start=1)]
+    return [
+        text.append(token, last=complete and i == len(ids)) for i, token in enumerate(ids, start=1)
+    ]

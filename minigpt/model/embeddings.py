@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from minigpt.config import GPTConfig
-from minigpt.ops import apply_dropout
+from minigpt.model.config import GPTConfig
+from minigpt.model.ops import apply_dropout
 
 
 class NGramEmbedding(nn.Module):
@@ -35,11 +35,15 @@ class NGramEmbedding(nn.Module):
         hashed, rows = tokens[:, self.orders :], []  # (B, T)
         for n in range(1, self.orders + 1):
             # No overflow: the product is below 2⁶³, for ids below 2³¹.
-            hashed = (hashed * self.MULTIPLIER + tokens[:, self.orders - n :][:, :T] + 1) % self.PRIME
+            hashed = (
+                hashed * self.MULTIPLIER + tokens[:, self.orders - n :][:, :T] + 1
+            ) % self.PRIME
             rows.append(hashed % self.buckets + (n - 1) * self.buckets)  # (B, T)
         embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
         if self.training and self.dropout:
-            embedded = embedded * apply_dropout(embedded.new_ones(*embedded.shape[:3], 1), self.dropout)
+            embedded = embedded * apply_dropout(
+                embedded.new_ones(*embedded.shape[:3], 1), self.dropout
+            )
         return self.out(embedded.flatten(2))
 
 

@@ -3,11 +3,7 @@
 Fast decoding, checkpoints and exports use the weights without the model's own code, so they first call `find_change`.
 """
 
-import sys
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -17,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
-from minigpt.attention import MultiHeadAttention
-from minigpt.config import GPTConfig
-from minigpt.embeddings import NGramEmbedding
-from minigpt.model import GPT, MLP, Block, Norm
+from minigpt.model.attention import MultiHeadAttention
+from minigpt.model.config import GPTConfig
+from minigpt.model.embeddings import NGramEmbedding
+from minigpt.model.gpt import GPT, MLP, Block, Norm
 from minigpt.utils.errors import UserError
 
 _KINDS: Any = (
@@ -28,17 +24,20 @@ _KINDS: Any = (
     *(nn.Linear, nn.Embedding, nn.ModuleList, nn.ParameterList, nn.Identity),
 )
 _METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
-_EVALUATIONS = Counter[nn.Module | None]()  # that run: of modules whose mode is training; None: all
-_SETTINGS = ExitStack()  # restores that of the process
-_LOCK = threading.Lock()
-_OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # attributes without effect in evaluation mode
+_OF_TRAINING = (
+    "training",
+    "dropout",
+    "checkpoint_blocks",
+)  # attributes without effect in evaluation mode
 
 
 def unwrap(model: Any) -> Any:
     """Return the model, without DistributedDataParallel or DataParallel; raise UserError if it has no GPTConfig."""
     while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = original(model).module
-    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), GPTConfig):
+    if not isinstance(model, nn.Module) or not isinstance(
+        getattr(model, "config", None), GPTConfig
+    ):
         raise UserError(
             f"the model must be a GPT, or a module with its `config`, got {type(model).__name__}; "
             f"pass the GPT inside of it"
@@ -57,70 +56,6 @@ def plain_kind(kind: Any) -> Any:
     return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
 
 
-@contextmanager
-def evaluation(*models: nn.Module) -> Iterator[None]:
-    """Run models in evaluation mode, and without what is prepared for every length of a text.
-
-    Evaluations may overlap, in several threads and any order: the last one restores the modes and the settings.
-    """
-    with _LOCK:
-        in_training = [
-            module for model in models for module in model.modules() if module.training or module in _EVALUATIONS
-        ]
-        # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
-        if not _EVALUATIONS[None] and torch.backends.cuda.cudnn_sdp_enabled():
-            _SETTINGS.callback(torch.backends.cuda.enable_cudnn_sdp, True)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        _EVALUATIONS.update([None, *in_training])
-        for module in in_training:
-            module.training = False
-    try:
-        with uncompiled():
-            yield
-    finally:
-        with _LOCK:
-            _EVALUATIONS.subtract([None, *in_training])
-            for module in in_training:
-                module.training = not _EVALUATIONS[module]
-                if module.training:
-                    del _EVALUATIONS[module]
-            if not _EVALUATIONS[None]:
-                _SETTINGS.close()
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Call compiled modules and functions without their compiled code, in this thread alone.
-
-    torch's `set_stance` changes all threads, and the last of two calls that overlap restores the stance of the other.
-    """
-    stance: Any = _Stance(None)  # of no effect
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        from torch._dynamo import eval_frame as compiler
-
-        with _LOCK:
-            stance = getattr(compiler, "_stance", None)  # a torch without it runs the compiled code
-            if not isinstance(stance, _Stance):
-                stance = vars(compiler)["_stance"] = _Stance(stance)
-    stance.depth += 1
-    try:
-        yield
-    finally:
-        stance.depth -= 1
-
-
-class _Stance(threading.local):
-    """A stance of torch's compiler that is `force_eager` in threads that call `uncompiled`, and stays set."""
-
-    depth = 0  # of the calls of this thread
-
-    def __init__(self, of_process: Any) -> None:
-        self.of_process = of_process
-
-    def __getattr__(self, name: str) -> Any:
-        return "force_eager" if name == "stance" and self.depth else getattr(self.of_process, name)
-
-
 def empty_model(config: GPTConfig) -> GPT:
     """Build a model whose tensors have shapes but no memory."""
     with torch.device("meta"), _SkipNormal():
@@ -130,7 +65,9 @@ def empty_model(config: GPTConfig) -> GPT:
 class _SkipNormal(TorchFunctionMode):
     """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
@@ -142,7 +79,9 @@ def find_change(model: Any, *, for_saving: bool = False) -> str | None:
     as what they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`, hooks and the
     rounding of the rotary table do not count.
     """
-    if not for_saving and (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks):
+    if not for_saving and (
+        torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    ):
         return "all modules have a global forward hook"
     return next(_changes(model, _reference(model.config), "model", {}, for_saving), None)
 
@@ -150,19 +89,23 @@ def find_change(model: Any, *, for_saving: bool = False) -> str | None:
 _reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than the comparison
 
 
-def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_saving: bool) -> Iterator[str]:
+def _changes(
+    module: Any, reference: Any, name: str, seen: dict[Any, Any], for_saving: bool
+) -> Iterator[str]:
     """Yield the differences of a module from its reference; `seen` maps references to modules."""
     wrapped, module = module, original(module)
     kind, expected = type(module), type(reference)
     if not for_saving and any(map(_has_hook, {wrapped, module})):
         yield f"{name} has a forward hook"
     if expected not in _KINDS:
-        yield f"{name} is of class {expected.__name__}, which is not in _KINDS of minigpt/model_changes.py"
+        yield f"{name} is of class {expected.__name__}, which is not in _KINDS of minigpt/model/changes.py"
         return
     if plain_kind(kind) is not expected:
         yield f"{name} is of class {kind.__module__}.{kind.__name__}, not {expected.__name__}"
         return
-    if changed := [f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code]:
+    if changed := [
+        f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code
+    ]:
         yield f"{expected.__name__}.{changed[0]} is replaced"
     if reference in seen:
         if seen[reference] is not module:
@@ -183,7 +126,9 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_s
             return
     for kept in ("_parameters", "_buffers"):
         for key, tensor in known[kept].items():
-            if not _is_like(own[kept][key], tensor, 0.004 if for_saving else 0.0):  # it was in half precision
+            if not _is_like(
+                own[kept][key], tensor, 0.004 if for_saving else 0.0
+            ):  # it was in half precision
                 yield f"{name}.{key} is changed in kind, shape or value"
     for key, child in known["_modules"].items():
         yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, for_saving)
@@ -191,14 +136,24 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], for_s
 
 def _has_hook(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+        for hook in hooks
+    )
 
 
 def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bool:
     """Whether two tensors have the same shape, and the values of a reference that has values: the rotary table."""
     if tensor is None or reference is None:
         return tensor is reference
-    is_plain = type(tensor) in (nn.Parameter, Tensor) or type(tensor).__module__ == "torch.distributed.tensor"
+    is_plain = (
+        type(tensor) in (nn.Parameter, Tensor)
+        or type(tensor).__module__ == "torch.distributed.tensor"
+    )
     if not is_plain or tensor.shape != reference.shape:
         return False
-    return reference.is_meta or tensor.is_meta or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
+    return (
+        reference.is_meta
+        or tensor.is_meta
+        or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
+    )

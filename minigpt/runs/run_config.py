@@ -12,15 +12,24 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.config import RULES, GPTConfig
+from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.checks import POSITIVE_INT, as_integer, integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.moved import MOVED
 from minigpt.utils.scripts import ROOT, shell_quote
 
 # The other options of lightning.Trainer would have no effect, or prevent an exact resume.
 TRAINER_OPTIONS = (
-    *("accelerator", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
+    *(
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "strategy",
+        "precision",
+        "accumulate_grad_batches",
+        "gradient_clip_val",
+    ),
     *("deterministic", "benchmark", "detect_anomaly", "profiler"),
 )
 
@@ -132,8 +141,13 @@ def check_run(cfg: DictConfig) -> None:
             lambda step: step % cfg.eval_every == 0 and step <= cfg.max_steps,
             f"a multiple of eval_every={cfg.eval_every} and at most max_steps={cfg.max_steps}, or null",
         )
-    strategy, averages = OmegaConf.select(cfg, "trainer.strategy._target_", default=""), cfg.get("ema_decay")
-    if averages is not None and strategy.endswith(".FSDP"):  # which cannot hold averages of another dtype
+    strategy, averages = (
+        OmegaConf.select(cfg, "trainer.strategy._target_", default=""),
+        cfg.get("ema_decay"),
+    )
+    if averages is not None and strategy.endswith(
+        ".FSDP"
+    ):  # which cannot hold averages of another dtype
         require(
             "trainer.precision",
             cfg.trainer.precision,
@@ -143,12 +157,27 @@ def check_run(cfg: DictConfig) -> None:
         )
     if cfg.get("minutes") is not None:
         require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
-        require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")
-    tokenizer, model = cfg.get("tokenizer", {}).get("name"), cfg.get("model")  # scripts/prepare.py has no model
+        require(
+            "trainer.devices",
+            cfg.trainer.devices,
+            lambda n: n == 1,
+            "1 with minutes, which plans for one device",
+        )
+    tokenizer, model = (
+        cfg.get("tokenizer", {}).get("name"),
+        cfg.get("model"),
+    )  # scripts/prepare.py has no model
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
-        require("tokenizer", tokenizer, *one_of(["pretrained"]), "a run with init_from has its tokenizer")
+        require(
+            "tokenizer",
+            tokenizer,
+            *one_of(["pretrained"]),
+            "a run with init_from has its tokenizer",
+        )
     elif tokenizer == "pretrained" or (model is not None and "n_layer" not in model):
-        raise UserError("model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it")
+        raise UserError(
+            "model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it"
+        )
     elif model is not None:
         vocab_size = model.get("vocab_size")  # null until the text is read
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
@@ -165,8 +194,12 @@ def normalize(cfg: DictConfig) -> dict[str, Any]:
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))
+        if key.endswith("_target_") and written in MOVED:
+            OmegaConf.update(cfg, key, MOVED[written])
     settings = {}
-    for key, (accepts, _) in (_RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}).items():
+    for key, (accepts, _) in (
+        _RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}
+    ).items():
         value = OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
         if not accepts(value) and accepts(as_integer(value)):
             value = as_integer(value)
@@ -186,12 +219,18 @@ def use_outside_values(cfg: DictConfig) -> None:
     Runs that differ in the seed alone still do, because references to the seed and to other settings stay.
     """
     OmegaConf.update(cfg, "seed", cfg.get("seed"), force_add=True)
-    outside = [key for key, value in flat(OmegaConf.to_container(cfg)) if OUTSIDE.match(f"{key}={value}")]
+    outside = [
+        key for key, value in flat(OmegaConf.to_container(cfg)) if OUTSIDE.match(f"{key}={value}")
+    ]
     unseeded = OmegaConf.merge(cfg, {"seed": r"\${seed}"}) if outside else cfg
     for key, config in product(outside, (cfg, unseeded)):
-        with suppress(OmegaConfBaseException):  # a missing variable, or one that is named by the seed
+        with suppress(
+            OmegaConfBaseException
+        ):  # a missing variable, or one that is named by the seed
             value = OmegaConf.select(config, key)
-            known = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            known = (
+                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            )
             OmegaConf.update(cfg, key, known)
 
 
@@ -206,11 +245,15 @@ def flat(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _advice(cfg: DictConfig, key: str, value: Any) -> str:
     """Return the advice for a number that is a text, as a value of the environment is."""
-    if not isinstance(value, str) or not re.fullmatch(r"[-+.\de]+|true|false", value, flags=re.IGNORECASE):
+    if not isinstance(value, str) or not re.fullmatch(
+        r"[-+.\de]+|true|false", value, flags=re.IGNORECASE
+    ):
         return ""
     group, _, name = key.rpartition(".")
     node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
-    number = value if node[name] == value else f'"${{oc.decode:{node[name]}}}"'  # which Hydra cannot parse unquoted
+    number = (
+        value if node[name] == value else f'"${{oc.decode:{node[name]}}}"'
+    )  # which Hydra cannot parse unquoted
     return f"it is a text; write {shell_quote(f'{key}={number}')} in a shell, or {name}: {number} in a file"
 
 
@@ -230,7 +273,17 @@ def _are_betas(value: Any) -> bool:
 # Settings that a group cannot be without, as one would be after ~data.split or in a file of one's own.
 _REQUIRED = {
     "data": (
-        *("source", "path", "val_path", "field", "separator", "split", "val_fraction", "train_bin", "val_bin"),
+        *(
+            "source",
+            "path",
+            "val_path",
+            "field",
+            "separator",
+            "split",
+            "val_fraction",
+            "train_bin",
+            "val_bin",
+        ),
         *("folder", "threads", "batch_size", "eval_batch_size", "overfit_batches"),
     ),
     "tokenizer": ("name",),
@@ -254,7 +307,9 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
         *("callbacks.samples.seed", "callbacks.early_stopping.patience"),
     ),
     integer(2): ("callbacks.snapshots.count",),
-    (lambda v: not isinstance(v, float), "a number of devices, a list of them, or auto"): ("trainer.devices",),
+    (lambda v: not isinstance(v, float), "a number of devices, a list of them, or auto"): (
+        "trainer.devices",
+    ),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
     checks.NON_NEGATIVE: ("optimizer.weight_decay", "optimizer.ngram_weight_decay"),
@@ -262,7 +317,11 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     checks.OPEN_FRACTION: ("data.val_fraction",),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
-    checks.BOOLEAN: ("compile", "trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
+    checks.BOOLEAN: (
+        "compile",
+        "trainer.strategy.compress",
+        "trainer.strategy.reshard_after_forward",
+    ),
     or_null(integer(1, 1024)): ("threads",),
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from minigpt.attention import KVCache, MultiHeadAttention, Rotary, rotary_table
-from minigpt.config import GPTConfig
-from minigpt.embeddings import NGramEmbedding, smear
-from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
+from minigpt.model.attention import KVCache, MultiHeadAttention, Rotary, rotary_table
+from minigpt.model.config import GPTConfig
+from minigpt.model.embeddings import NGramEmbedding, smear
+from minigpt.model.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Ids
@@ -39,7 +39,9 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.ngram:
             self.ngrams = NGramEmbedding(config)
-        if config.smear:  # vectors, which optimizers do not decay; the last is for the previous token
+        if (
+            config.smear
+        ):  # vectors, which optimizers do not decay; the last is for the previous token
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
         rotary = None
         if config.position == "learned":
@@ -57,7 +59,8 @@ class GPT(nn.Module):
         self.rotary: Tensor | None = rotary
         # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(
-            [Block(config) for _ in range(config.n_layer // config.layer_repeats)] * config.layer_repeats
+            [Block(config) for _ in range(config.n_layer // config.layer_repeats)]
+            * config.layer_repeats
         )
         # Post-norm blocks end in a norm already.
         self.final_norm = Norm(config) if config.norm_position == "pre" else nn.Identity()
@@ -98,12 +101,22 @@ class GPT(nn.Module):
         except IndexError as error:
             if tokens.min() >= 0 and tokens.max() < self.config.vocab_size:  # it is of a hook
                 raise
-            raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
-        if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
+            raise ValueError(
+                f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}"
+            ) from error
+        if (
+            x.is_cuda
+            and torch.is_autocast_enabled("cuda")
+            and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        ):
             # The sums between blocks: half the memory traffic, the same range. In float16 they could overflow.
             x = x.bfloat16()
         # Parts of each table, (T, 1, D): exported, a part of both would be another kind at T tokens.
-        rotary = None if self.rotary is None else tuple(table[start:end] for table in self.rotary.unbind())
+        rotary = (
+            None
+            if self.rotary is None
+            else tuple(table[start:end] for table in self.rotary.unbind())
+        )
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:
@@ -115,7 +128,9 @@ class GPT(nn.Module):
             return logits
         targets = self._to_ids(targets)
         if targets.shape != tokens.shape:
-            raise ValueError(f"targets must have the shape of the tokens, {(*tokens.shape,)}, got {(*targets.shape,)}")
+            raise ValueError(
+                f"targets must have the shape of the tokens, {(*tokens.shape,)}, got {(*targets.shape,)}"
+            )
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         try:
             loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
@@ -123,7 +138,9 @@ class GPT(nn.Module):
             raise ValueError(
                 f"targets must be in [0, {self.config.vocab_size}), or -100, which is ignored; got {_range(targets)}"
             ) from error
-        is_mean = reduction == "mean" and not torch.compiler.is_compiling()  # `suppress` cannot be traced before 2.11
+        is_mean = (
+            reduction == "mean" and not torch.compiler.is_compiling()
+        )  # `suppress` cannot be traced before 2.11
         if is_mean and _is_nan(loss) and (targets == -100).all():
             raise ValueError("the targets have no id: all are -100, which is ignored")
         return loss
@@ -135,8 +152,12 @@ class GPT(nn.Module):
         """
         B, T = tokens.shape
         x = self.wte(tokens)
-        if orders := max(0, self.config.ngram - 1):  # padding: the id after the last of the vocabulary
-            before = cache.last_tokens if cache else tokens.new_full((B, orders), self.config.vocab_size)
+        if orders := max(
+            0, self.config.ngram - 1
+        ):  # padding: the id after the last of the vocabulary
+            before = (
+                cache.last_tokens if cache else tokens.new_full((B, orders), self.config.vocab_size)
+            )
             padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
             x = x + self.ngrams(padded)
             if cache:
@@ -158,9 +179,13 @@ class GPT(nn.Module):
         """Map the output of the last block (…, C) to logits (…, V)."""
         x = self.final_norm(x)
         if self.config.width_ratio != 1:
-            x = x / self.config.width_ratio  # mup: updates of the head change the logits equally at every width
+            x = (
+                x / self.config.width_ratio
+            )  # mup: updates of the head change the logits equally at every width
         logits, cap = self.lm_head(x), self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)  # Gemma 2, https://arxiv.org/abs/2408.00118
+        return (
+            logits if cap is None else cap * torch.tanh(logits / cap)
+        )  # Gemma 2, https://arxiv.org/abs/2408.00118
 
     def new_cache(self, batch: int, length: int | None = None) -> "Cache":
         """Return an empty cache of `length` positions, by default `block_size`, for `batch` sequences."""
@@ -180,7 +205,11 @@ class GPT(nn.Module):
 
     def _to_ids(self, values: "Tensor | Ids") -> Tensor:
         """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
-        ids = values if isinstance(values, Tensor) else torch.tensor(values, device=self.wte.weight.device)
+        ids = (
+            values
+            if isinstance(values, Tensor)
+            else torch.tensor(values, device=self.wte.weight.device)
+        )
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
                 f"token ids must be integers (B, T), got {ids.dtype} {tuple(ids.shape)}; ids[None] adds a batch"
@@ -230,7 +259,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, cache: KVCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        cache: KVCache | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); rotary, cache and mask are those of the attention."""
         if self.pre_norm:
@@ -261,8 +294,12 @@ class Norm(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.function, self.eps = NORMS[config.norm], config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.n_embd)) if "weight" in config.norm_params else None
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if "bias" in config.norm_params else None
+        self.weight = (
+            nn.Parameter(torch.ones(config.n_embd)) if "weight" in config.norm_params else None
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(config.n_embd)) if "bias" in config.norm_params else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, C) to (…, C)."""

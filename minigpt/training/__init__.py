@@ -1,0 +1,1 @@
+"""Training: the LightningModule, optimizers, schedules, EMA, precision and CPU threads."""

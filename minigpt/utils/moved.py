@@ -1,0 +1,16 @@
+"""Functions and classes that a configuration may name by an earlier place: a user's file, a checkpoint, a sweep."""
+
+from typing import Any
+
+MOVED = {
+    "minigpt.optim.adamw": "minigpt.training.optim.adamw",
+    "minigpt.optim.muon": "minigpt.training.optim.muon",
+    "minigpt.schedules.constant": "minigpt.training.schedules.constant",
+    "minigpt.schedules.cosine": "minigpt.training.schedules.cosine",
+    "minigpt.schedules.linear": "minigpt.training.schedules.linear",
+}
+
+
+def current(value: Any) -> Any:
+    """Return the present name of what has moved; any other value as it is."""
+    return MOVED.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,59 @@
+"""Which rank this process is, and of how many: by the environment variables of torchrun, srun and Lightning."""
+
+import os
+import re
+
+RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable of the ranks that Lightning starts
+# What makes a process a rank: its rank and the number of ranks, up to three more numbers, and others.
+TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
+    *("MASTER_ADDR", "TORCHELASTIC_RUN_ID"),
+)
+LIGHTNING = ("LOCAL_RANK", "WORLD_SIZE")
+SRUN = (
+    *(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_NODES",
+    ),
+    "SLURM_STEP_NODELIST",
+)
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0, or a process alone."""
+    return not any(env_number(name, 0) for name in rank_variables()[:1])
+
+
+def world_size() -> int:
+    """Return the number of ranks of this run; 1 for a process alone."""
+    names = rank_variables()
+    return env_number(names[1], 1) if names else 1
+
+
+def rank_variables() -> tuple[str, ...]:
+    """Return the environment variables that make this process a rank of torchrun, Lightning or srun; else none.
+
+    Some of them are set in other processes too: by Kubeflow, by notebooks, in the batch script of a SLURM job.
+    """
+    if all(name in os.environ for name in TORCHRUN):
+        return TORCHRUN
+    if RANK_ZERO_PID in os.environ and env_number("LOCAL_RANK", 0):
+        return LIGHTNING
+    is_step = all(name in os.environ for name in SRUN) and env_number("SLURM_STEP_NUM_TASKS", 1) > 1
+    return SRUN if is_step else ()
+
+
+def env_number(name: str, default: int) -> int:
+    """Return the number with which an environment variable begins, 4 of "4,2"; `default` if it begins with none."""
+    return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
+
+
+def launcher_sizes() -> tuple[int, int] | None:
+    """Return (nodes, processes per node) that torchrun or srun started; None for a process alone."""
+    if rank_variables() != TORCHRUN:
+        return None
+    size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return (size // per_node, per_node) if size > 1 else None
