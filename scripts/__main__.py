@@ -1,4 +1,6 @@
-"""The command `minigpt`: `minigpt sweep-report FOLDER` runs `sweep_report.py FOLDER` of this folder."""
+"""The command `minigpt`: `minigpt sweep-report FOLDER` runs `sweep_report.py FOLDER` of this
+folder.
+"""
 
 import ast
 import runpy

@@ -10,8 +10,8 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import log
 
-# Idle threads sleep instead of spinning, which is 3.6 times as fast beside a busy process on 2 cores. torch reads the
-# variable when it is imported.
+# Idle threads sleep instead of spinning, which is 3.6 times as fast beside a busy process on 2
+# cores. torch reads the variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

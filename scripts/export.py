@@ -1,4 +1,6 @@
-"""Write a model in another format: a Hugging Face folder, a checkpoint without training state, or an HTML page."""
+"""Write a model in another format: a Hugging Face folder, a checkpoint without training state, or
+an HTML page.
+"""
 
 import argparse
 import os
@@ -19,7 +21,10 @@ def arguments() -> argparse.Namespace:
     run_help = f"run folder, checkpoint, or folder or id of Hugging Face (default: {default})"
     add("run", nargs="?", help=run_help)
     formats = ("huggingface", "safetensors", "html")
-    formats_help = "a folder for transformers, a checkpoint without training state, or a page that runs the model"
+    formats_help = (
+        "a folder for transformers, a checkpoint without training state, "
+        "or a page that runs the model"
+    )
     add("--to", required=True, choices=formats, help=formats_help)
     add("--out", required=True, type=Path, metavar="PATH", help="folder or file to write")
     weights_help = "format of the weights in the page of --to html (default: float16)"
@@ -73,7 +78,8 @@ def main() -> None:
         size = args.out.stat().st_size / 1e6
         print(
             sanitize_line(
-                f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a browser"
+                f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a "
+                "browser"
             )
         )
         return

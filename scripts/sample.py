@@ -182,7 +182,8 @@ def main() -> None:
         )
     elif encode_chat:
         log(
-            "the model has a chat template, which is not applied to the prompt; set --chat to have it answered"
+            "the model has a chat template, which is not applied to the prompt; set --chat to "
+            "have it answered"
         )
     print_samples(model, pretrained.tokenizer, prompt, options, as_json=args.json, compare=compare)
 

@@ -97,9 +97,8 @@ def main() -> None:
             f"--host must be a loopback address without a key, got {args.host}; {advice}"
         )
     opened = open_socket(args.host, args.port)
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(
-        args.host, args.host
-    )  # all interfaces have no address themselves
+    # All interfaces have no address themselves
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}"
 
     log(f"serving {', '.join(found)}")

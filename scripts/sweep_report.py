@@ -11,7 +11,10 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = ArgumentParser(prog=usage("sweep_report"), description=__doc__)
     latest = Path("runs/sweeps/latest")
-    folders = f"sweep, or folder with runs below it; several are compared in one table (default: {latest})"
+    folders = (
+        "sweep, or folder with runs below it; several are compared in one table "
+        f"(default: {latest})"
+    )
     out = "folder to write to (default: the sweep's own, and none for several folders)"
     along = "plot the loss over this numeric setting, such as optimizer.lr or lr"
     parser.add_argument(

@@ -34,16 +34,16 @@ from minigpt.utils.terminal import replace_dead_output
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
-warnings.filterwarnings(
-    "ignore", module=r"hydra\.main"
-)  # that it reruns a configuration, as a job of a sweep does
+# That it reruns a configuration, as a job of a sweep does
+warnings.filterwarnings("ignore", module=r"hydra\.main")
 
 
 def main(cfg: DictConfig) -> float | None:
     """Train one run, or one job of a sweep; return the best validation loss."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep reports errors of its jobs
-        # Its ranks would run the whole sweep; those of a rerun, with which other launchers start a job, run the job.
+        # Its ranks would run the whole sweep; those of a rerun, with which other launchers start a
+        # job, run the job.
         if cfg.trainer.devices != 1 and "--experimental-rerun" not in sys.argv:
             got = f"1 with hydra/launcher=basic, got {cfg.trainer.devices}; leave the launcher out"
             write_failure(folder, f"trainer.devices must be {got}")
@@ -67,7 +67,9 @@ def resume_command(folder: Path) -> str:
 @cli_entrypoint
 @remove_unused_folders()
 def start() -> None:
-    """Run Hydra with the command line that all ranks share; nobody has to read the output of a training."""
+    """Run Hydra with the command line that all ranks share; nobody has to read the output of a
+    training.
+    """
     replace_dead_output(ends_script=False)
     sys.argv[1:] = shared_arguments(sys.argv[1:])
     setup_globals()  # Hydra's resolvers, which a rerun lacks

@@ -34,9 +34,8 @@ from minigpt.utils.signals import END_SIGNALS
 
 Once = Callable[[str, Callable[[Path], Any]], Path]
 
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # which a process in the background inherits as ignored
+# Which a process in the background inherits as ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # … and a process under nohup
 # tiktoken's cache may be beside the folder of texts.
 if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (
@@ -218,9 +217,8 @@ def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
     def open_(file: Path) -> Callable[..., Any]:
         ready = "return location.href === arguments[0] && ('backend' in globalThis || 'ready' in document.body.dataset)"
         browser.get(file.as_uri())
-        wait_until(
-            lambda: browser.execute_script(ready, file.as_uri())
-        )  # a busy browser may return earlier
+        # A busy browser may return earlier
+        wait_until(lambda: browser.execute_script(ready, file.as_uri()))
         return browser.execute_script
 
     browser.get_log("browser")

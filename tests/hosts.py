@@ -1,7 +1,8 @@
-"""Hosts on one machine: network namespaces with an address and a host name of their own, joined by a switch.
+"""Hosts on one machine: network namespaces with an address and a host name of their own, joined by
+a switch.
 
-`with start_hosts(2, folder) as hosts:` needs root and iproute2. Processes of a host see its network alone; all hosts
-share the disk of the machine.
+`with start_hosts(2, folder) as hosts:` needs root and iproute2. Processes of a host see its network
+alone; all hosts share the disk of the machine.
 """
 
 import os

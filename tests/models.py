@@ -20,8 +20,8 @@ def make_model(*, std: float | None = 0.2, seed: int = 0, **settings: Any) -> GP
     """Return a model of `SIZES` and settings in evaluation mode.
 
     Args:
-        std: draw every weight with this standard deviation, norm weights around 1: so large that every part changes
-            the logits, which the initial weights (None) hardly do.
+        std: draw every weight with this standard deviation, norm weights around 1: so large that
+            every part changes the logits, which the initial weights (None) hardly do.
     """
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{**SIZES, **settings})).eval()

@@ -37,8 +37,10 @@ class Script:
 
     Args:
         script: the name of a file in scripts/.
-        output: its standard output and errors are in files of this name with the endings `.out` and `.err`.
-        cold_start: start a new interpreter, as a user does, instead of a fork of one with all imports done.
+        output: its standard output and errors are in files of this name with the endings `.out` and
+            `.err`.
+        cold_start: start a new interpreter, as a user does, instead of a fork of one with all
+            imports done.
         prepare: called in a forked process before the script.
     """
 
@@ -174,9 +176,8 @@ def _run_forked(
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    tqdm.set_lock(
-        threading.RLock()
-    )  # the default lock is shared between processes; a killed process leaves warnings
+    # The default lock is shared between processes; a killed process leaves warnings
+    tqdm.set_lock(threading.RLock())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, file in enumerate(output, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -184,9 +185,8 @@ def _run_forked(
     if prepare:
         prepare()
     encoding = env.get("PYTHONIOENCODING", "utf-8")
-    sys.stdout = os.fdopen(
-        1, "w", encoding=encoding, closefd=False
-    )  # of the kind of its file, pipe or terminal
+    # Of the kind of its file, pipe or terminal
+    sys.stdout = os.fdopen(1, "w", encoding=encoding, closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding, "backslashreplace", closefd=False)
     try:
         runpy.run_path(command[0], run_name="__main__")

@@ -32,14 +32,14 @@ class Fail(Callback):
 
 
 def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2, codes: Sequence[int] = ()) -> str:
-    """Train the runs of those overrides, one after another; return the command line as Python sees it.
+    """Train the runs of those overrides, one after another; return the command line as Python sees
+    it.
 
     Args:
         codes: exit codes by rank, by default 0.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # its port is its own until it is deleted
+    # Its port is its own until it is deleted
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": store.port,

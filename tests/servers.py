@@ -105,7 +105,8 @@ You are a helpful assistant.<|im_end|>
 
 
 def make_instruct_folder(folder: Path, **options: Any) -> Path:
-    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves them.
+    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves
+    them.
 
     Args:
         options: of the tokenizer, and `ends`, the ids that end a text.

@@ -15,9 +15,8 @@ from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
-TEST_DEVICE = os.environ.get(
-    "MINIGPT_TEST_DEVICE", "cuda"
-)  # of tests marked gpu; cpu rehearses them
+# Of tests marked gpu; cpu rehearses them
+TEST_DEVICE = os.environ.get("MINIGPT_TEST_DEVICE", "cuda")
 TIMES = {
     "seconds",
     "wall_seconds",
@@ -36,9 +35,8 @@ def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
         max_steps=20 eval_every=10 log_every=5
         originality=null
     """.split()
-    if any(
-        override.startswith("init_from=") for override in overrides
-    ):  # which has a model of its own
+    # Which has a model of its own
+    if any(override.startswith("init_from=") for override in overrides):
         small = [setting for setting in small if not setting.startswith("model.")]
     samples = any("samples" in override for override in overrides)
     return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]

@@ -109,12 +109,10 @@ def test_rotation_multiplies_pairs_as_complex_numbers():
 def test_dropout_drops_weights(dtype: torch.dtype):
     attention = MultiHeadAttention(64, 4, dropout=0.2).to(dtype)
     attention.out = nn.Identity()
-    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(
-        -1, (4, 16)
-    )  # a token sees itself alone
-    silent = (y == 0).all(
-        -1
-    )  # of 20,000 weights, more than five standard deviations; dropout of the output is rarer
+    # A token sees itself alone
+    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(-1, (4, 16))
+    # Of 20,000 weights, more than five standard deviations; dropout of the output is rarer
+    silent = (y == 0).all(-1)
     assert silent.float().mean().item() == pytest.approx(0.2, abs=0.015)
 
 

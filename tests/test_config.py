@@ -126,9 +126,8 @@ def test_a_configuration_equals_the_one_rebuilt_from_its_dictionary_which_is_che
 
 def choices(group: str) -> list[str]:
     names = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
-    return [
-        f"{group}={name}" for name in names if name != "pretrained"
-    ]  # that of experiment=finetune_gpt2
+    # That of experiment=finetune_gpt2
+    return [f"{group}={name}" for name in names if name != "pretrained"]
 
 
 SHARED = [

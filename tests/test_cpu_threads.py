@@ -8,8 +8,8 @@ import torch
 from extras.playground.test_engine import serve
 from models import make_model
 
-from minigpt.training import cpu_threads as module
 from minigpt.extras.playground.engine import Engine, SampleRequest
+from minigpt.training import cpu_threads as module
 from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
 
 
@@ -32,12 +32,10 @@ class Machine:
 
     def step(self) -> None:
         threads = torch.get_num_threads()
-        got = min(
-            threads, self.quota, self.cores * threads / max(self.cores, threads + self.busy)
-        )  # cores
-        seconds = (
-            self.work / got * (4 if got < threads else 1)
-        )  # threads wait for one that has no core
+        # cores
+        got = min(threads, self.quota, self.cores * threads / max(self.cores, threads + self.busy))
+        # Threads wait for one that has no core
+        seconds = self.work / got * (4 if got < threads else 1)
         self.wall += seconds + self.serial
         self.cpu += seconds * got + self.serial
 

@@ -155,15 +155,13 @@ def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastDecoder]):
         decoder.add(prompt)
     assert decoder.step(torch.tensor([1, 22])).isnan().any(dim=1).tolist() == [False, True]
     decoder.drop(1)
-    decoder.add(
-        [1, 2]
-    )  # in the row of the NaN, shorter than the other sample: its older slots are masked
+    # In the row of the NaN, shorter than the other sample: its older slots are masked
+    decoder.add([1, 2])
     assert decoder.step(torch.tensor([1, 2])).isfinite().all()
     decoder.drop(1)
     decoder.add([22] * 14)
-    for _ in range(
-        60
-    ):  # the window moves to the front of the cache again and again, with NaN in one row
+    # The window moves to the front of the cache again and again, with NaN in one row
+    for _ in range(60):
         decoder.step(torch.tensor([1, 22]))
     decoder.drop(1)
     for _ in range(20):
@@ -260,7 +258,8 @@ def decode(
 def join_and_leave(
     model: GPT, visits: list[tuple[int, int, int]], decoder: Decoder | FastDecoder
 ) -> list[tuple[list[int], int, Tensor]]:
-    """The text, the length of its prompt and the logits of samples that join at a step with a prompt of n tokens and
+    """The text, the length of its prompt and the logits of samples that join at a step with a
+    prompt of n tokens and
     leave after m more: `visits` are (step, n, m)."""
     texts = [tokens(n + m) for _, n, m in visits]
     found: list[list[Tensor]] = [[] for _ in visits]
@@ -287,7 +286,8 @@ def join_and_leave(
 
 
 def as_alone(model: GPT, text: list[int], n: int) -> Tensor:
-    """The logits (1 + following, V) after the prompt, the first n tokens, and after each token that follows.
+    """The logits (1 + following, V) after the prompt, the first n tokens, and after each token that
+    follows.
 
     A full window is cropped to its newer half.
     """

@@ -68,9 +68,8 @@ def test_a_repetition_penalty_covers_prompt_and_generated_tokens():
     long = [9, *[3] * 30]  # what is no longer read was in the text all the same
     for token in (9, 3):
         bare = model(torch.tensor([long[-16:]]))[:, -1]
-        model.wte.weight.data[token] *= (
-            2 * bare[0].max() / bare[0, token]
-        )  # no penalty makes it a tie
+        # No penalty makes it a tie
+        model.wte.weight.data[token] *= 2 * bare[0].max() / bare[0, token]
         best = processor(torch.tensor([long]), model(torch.tensor([long[-16:]]))[:, -1]).argmax()
         assert texts(model, long, max_new_tokens=1, temperature=0, repetition_penalty=penalty) == [
             [best]

@@ -82,9 +82,8 @@ def gpu_model(**settings: Any) -> minigpt.GPT:
 def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(
     small: list[str], tmp_path: Path, recipe: str
 ) -> None:
-    size = (
-        [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]
-    )  # on a GPU only the text is small
+    # On a GPU only the text is small
+    size = [*small, "model.layer_repeats=1"] if KIND == "cpu" else small[:2]
     given = [*size, *ON_GPU, f"experiment={recipe}", "max_steps=50", "eval_every=25", "log_every=5"]
     summary = minigpt.train([*given, f"hydra.run.dir={tmp_path}/run"])
     found = column(tmp_path / "run", "train_loss")
@@ -341,9 +340,8 @@ def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_resid
 
 
 def test_autocast_does_not_round_the_weights_of_norms() -> None:
-    x = Tensor([1, -1] * 4).to(
-        DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32
-    )  # as the residual stream
+    # As the residual stream
+    x = Tensor([1, -1] * 4).to(DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32)
     weight = torch.full((8,), 1 + 2**-9, device=DEVICE)  # in bfloat16: 1
     with torch.autocast(DEVICE.type, torch.bfloat16):
         for norm in NORMS.values():

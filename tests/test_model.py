@@ -77,9 +77,8 @@ def test_a_model_has_the_parameters_that_its_config_counts_and_all_tensors_on_it
     learned = model.wpe.weight.numel() if model.config.position == "learned" else 0
     assert model.config.num_params() == model.num_params()
     assert model.config.num_params(positions=False) == model.num_params() - learned
-    tokens = torch.zeros(
-        2, model.config.block_size, dtype=torch.long, device="meta"
-    )  # which stands for a GPU
+    # Which stands for a GPU
+    tokens = torch.zeros(2, model.config.block_size, dtype=torch.long, device="meta")
     loss = model.to("meta")(tokens, tokens)
     loss.backward()
     assert loss.device.type == "meta"
@@ -238,9 +237,8 @@ CAPTURED = {
 @pytest.mark.parametrize("name", CAPTURED)
 def test_an_exported_or_traced_model_computes_texts_of_every_length(name: str, how: str):
     dtype, settings = CAPTURED[name]
-    model = make_model(**{**settings, "block_size": 300, "n_layer": 1}).to(
-        dtype
-    )  # more than the formula attends to
+    # More than the formula attends to
+    model = make_model(**{**settings, "block_size": 300, "n_layer": 1}).to(dtype)
     example = torch.randint(23, (2, 10))
     if how == "export":
         sizes = {0: torch.export.Dim("B", min=1, max=9), 1: torch.export.Dim("T", min=1, max=300)}

@@ -50,9 +50,8 @@ def test_muon_equals_torchs_on_each_matrix_and_adamw_on_the_rest(monkeypatch: py
         torch.optim.Muon(groups["matrix"], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=4),
         torch.optim.AdamW(adam, lr=0.01, betas=(0.9, 0.95)),
     ]
-    monkeypatch.setattr(
-        torch.Tensor, "bfloat16", torch.Tensor.clone
-    )  # torch's casts on every device
+    # torch's casts on every device
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     monkeypatch.setattr("minigpt.training.optim.half_dtype", lambda device: None)
     for _ in range(4):
         for name, weight in model.named_parameters():
@@ -116,6 +115,5 @@ def test_orthogonalization_in_16_bits_is_near_that_in_64(
     expected, found = orthogonalize(gradients.double(), 5), orthogonalize(gradients, 5)
     assert found.dtype == torch.float32
     error = (found - expected).norm() / expected.norm()
-    assert (
-        torch.finfo(dtype).eps / 4 < error < 4 * torch.finfo(dtype).eps
-    )  # below: computed in float32
+    # Below: computed in float32
+    assert torch.finfo(dtype).eps / 4 < error < 4 * torch.finfo(dtype).eps

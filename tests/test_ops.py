@@ -124,9 +124,8 @@ def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_
     for i in range(3):
         gradients = torch.autograd.grad(loss(weights, ids[i]), [*weights.values()])
         assert_close([*gradients], [gradient[i] for gradient in per_sample.values()])
-    with torch.nn.attention.sdpa_kernel(
-        torch.nn.attention.SDPBackend.MATH
-    ):  # the fused kernel has neither
+    # The fused kernel has neither
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         vectors = {name: torch.randn_like(weight) for name, weight in weights.items()}
         forward = torch.func.jvp(
             torch.func.grad(lambda weights: loss(weights, ids[0])), (weights,), (vectors,)

@@ -86,9 +86,8 @@ def test_at_four_times_the_base_width_all_values_follow_table_8():
     of_weights = rates(model, "adamw")
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and name != "ngrams.out.weight":
-            std = (
-                0.01 if name in hidden else 0.005 if name in residual else 0.02
-            )  # 1/√(2·2) into the residual stream
+            # 1/√(2·2) into the residual stream
+            std = 0.01 if name in hidden else 0.005 if name in residual else 0.02
             assert weight.std().item() == pytest.approx(std, rel=0.05), name
         expected = (
             (1e-3, 0.4) if name in hidden | residual else (4e-3, 0.1 if weight.dim() == 2 else 0)

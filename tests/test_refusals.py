@@ -1,7 +1,9 @@
-"""What the scripts refuse: one clear line on stderr, exit code 2, nothing on stdout, and nothing half-written.
+"""What the scripts refuse: one clear line on stderr, exit code 2, nothing on stdout, and nothing
+half-written.
 
-A row is a command line in an empty folder with the files of `odd_files`, and a part of its error. In a command line,
-RUN is the folder of a small run of `train.py`, TEXT its text, and TOKENS the pattern of the folder of its token files.
+A row is a command line in an empty folder with the files of `odd_files`, and a part of its error.
+In a command line, RUN is the folder of a small run of `train.py`, TEXT its text, and TOKENS the
+pattern of the folder of its token files.
 """
 
 import bz2

@@ -255,9 +255,8 @@ LEFT_BEHIND = {
 def test_a_process_that_is_no_rank_trains_alone_whatever_its_environment_has_of_ranks(
     program, train, trained, monkeypatch, capsys
 ):
-    monkeypatch.setattr(
-        rank_zero_only, "rank", 1
-    )  # as if Lightning had been imported with these variables
+    # As if Lightning had been imported with these variables
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
     for name, value in LEFT_BEHIND[program].items():
         monkeypatch.setenv(name, value)
     before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
@@ -664,9 +663,8 @@ def test_a_run_whose_checkpoints_could_not_be_loaded_ends(train, tmp_path, monke
             "max_steps=4",
             "eval_every=4",
         )
-    files = (
-        None if hook == "setup" else ["step-0.safetensors"]
-    )  # before its first step, it leaves no folder
+    # Before its first step, it leaves no folder
+    files = None if hook == "setup" else ["step-0.safetensors"]
     assert (
         [file.name for file in tmp_path.rglob("*.safetensors")]
         if (tmp_path / "run").exists()
@@ -716,9 +714,8 @@ def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device=None: gpu)
-    monkeypatch.setattr(
-        "torch.cuda._check_bf16_tensor_supported", lambda device: True
-    )  # emulated on every GPU
+    # Emulated on every GPU
+    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda device: True)
     monkeypatch.setattr("torch.version.hip", rocm)
     monkeypatch.setattr(
         "torch.accelerator.current_accelerator", lambda check_available: torch.device("cuda")

@@ -11,9 +11,11 @@ from minigpt.model.config import GPTConfig
 
 
 def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = None) -> float:
-    """Return 8 eps √terms times the largest absolute value: independent rounding errors grow as a square root.
+    """Return 8 eps √terms times the largest absolute value: independent rounding errors grow as a
+    square root.
 
-    `terms` is the number of summands over all consecutive sums; `dtype` that of the first value if it is None.
+    `terms` is the number of summands over all consecutive sums; `dtype` that of the first value if
+    it is None.
     """
     first = values[0]
     dtype = dtype or (first.dtype if isinstance(first, Tensor) else torch.float32)

@@ -1,1 +1,3 @@
-"""Extras of minigpt: each is a package of its own, which the core reaches by name and does without."""
+"""Extras of minigpt: each is a package of its own, which the core reaches by name and does
+without.
+"""

@@ -1,16 +1,19 @@
 """Benchmarks: training, time to loss, sampling.
 
-Variants run alternately for several rounds, because machines are noisy; report medians and their ratio.
-Prints a table and writes the measurements as JSON.
+Variants run alternately for several rounds, because machines are noisy; report medians and their
+ratio. Prints a table and writes the measurements as JSON.
 
   python scripts/bench step --recipes fast_cpu,nanogpt_cpu
                                      tokens/s of recipes and of bare training loops
   python scripts/bench time_to_loss  steps and seconds to each loss: the table of README.md
-  python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5" --losses 2.1
+  python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5"
+  --losses 2.1
                                      the same for other recipes, losses and settings
-  python scripts/bench sampling      decoding speed, compared with a loop without a KV cache and with transformers
+  python scripts/bench sampling      decoding speed, compared with a loop without a KV cache and
+  with transformers
 
-The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py). `gpu.py` is for a GPU.
+The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py). `gpu.py` is
+for a GPU.
 """
 
 import argparse
@@ -37,7 +40,9 @@ from minigpt.utils.cli import cli_entrypoint
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure tokens/s of whole runs, of a bare loop of the same recipe and, for nanogpt_cpu, of the baseline."""
+    """Measure tokens/s of whole runs, of a bare loop of the same recipe and, for nanogpt_cpu, of
+    the baseline.
+    """
     rows = []
     for i in range(args.rounds):
         row: dict[str, Any] = {}

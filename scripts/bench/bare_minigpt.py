@@ -1,10 +1,11 @@
-"""A bare training loop of any recipe with minigpt's model and optimizer, for the benchmarks `step` and `gpu.py`.
+"""A bare training loop of any recipe with minigpt's model and optimizer, for the benchmarks `step`
+and `gpu.py`.
 
-Takes the overrides of train.py, computes in the precision of `trainer.precision=auto`, and on a CUDA GPU if one is
-available, unless `trainer.accelerator` is cpu.
+Takes the overrides of train.py, computes in the precision of `trainer.precision=auto`, and on a
+CUDA GPU if one is available, unless `trainer.accelerator` is cpu.
 
-Prints as JSON the tokens, the seconds of all steps and of the first, the tokens/s of the others, the FLOPs per token,
-and the peak memory of a GPU.
+Prints as JSON the tokens, the seconds of all steps and of the first, the tokens/s of the others,
+the FLOPs per token, and the peak memory of a GPU.
 """
 
 import json

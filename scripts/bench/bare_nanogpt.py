@@ -1,8 +1,9 @@
-"""The baseline: nanoGPT's Shakespeare recipes in plain PyTorch, without a framework, logging or checkpoints.
+"""The baseline: nanoGPT's Shakespeare recipes in plain PyTorch, without a framework, logging or
+checkpoints.
 
-The hyperparameters are those of https://github.com/karpathy/nanoGPT (README, "I only have a macbook";
-config/train_shakespeare_char.py; train.py); the code is independent. Validation covers the last tenth of the text in
-non-overlapping windows. AdamW is fused, which is faster on a CPU.
+The hyperparameters are those of https://github.com/karpathy/nanoGPT (README, "I only have a
+macbook"; config/train_shakespeare_char.py; train.py); the code is independent. Validation covers
+the last tenth of the text in non-overlapping windows. AdamW is fused, which is faster on a CPU.
 
   python scripts/bench/bare_nanogpt.py TEXT                 the recipe for a CPU
   python scripts/bench/bare_nanogpt.py TEXT --device=cuda   the recipe for a GPU: bfloat16, compiled
@@ -37,7 +38,9 @@ RECIPES = {"cpu": Recipe(4, 4, 128, 64, 12, 0.0), "cuda": Recipe(6, 6, 384, 256,
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: causal self-attention and a GELU MLP, each with a residual connection."""
+    """A pre-norm transformer block: causal self-attention and a GELU MLP, each with a residual
+    connection.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -52,9 +55,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         p = self.dropout if self.training else 0.0
-        q, k, v = (
-            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )  # (B, H, T, D) each
+        # (B, H, T, D) each
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # (B, H, T, D)
         x = x + F.dropout(self.attention_out(heads.transpose(1, 2).flatten(2)), p)
         return x + F.dropout(self.mlp_out(F.gelu(self.mlp_in(self.norm2(x)))), p)
@@ -98,15 +100,16 @@ def learning_rate(step: int, max_steps: int) -> float:
 
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor) -> float:
-    """Mean loss of all tokens but the first, in non-overlapping windows; the last window is shorter."""
+    """Mean loss of all tokens but the first, in non-overlapping windows; the last window is
+    shorter.
+    """
     inputs, targets, block = tokens[:-1], tokens[1:], model.recipe.block
     total, full = 0.0, len(inputs) // block * block
     model.eval()
     for start in range(0, full, VAL_BATCH * block):
         part = slice(start, min(start + VAL_BATCH * block, full))
-        loss = model.forward(
-            inputs[part].view(-1, block), targets[part].view(-1, block)
-        )  # is not compiled
+        # Is not compiled
+        loss = model.forward(inputs[part].view(-1, block), targets[part].view(-1, block))
         total += loss.item() * (part.stop - part.start)
     if full < len(inputs):
         total += model.forward(inputs[None, full:], targets[None, full:]).item() * (

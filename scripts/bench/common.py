@@ -66,7 +66,9 @@ def run_bare(*settings: str) -> dict[str, Any]:
 
 
 def bare_nanogpt(settings: Sequence[str]) -> tuple[str, float]:
-    """Run the baseline with those settings that it supports: data.path, max_steps, eval_every, seed and device."""
+    """Run the baseline with those settings that it supports: data.path, max_steps, eval_every, seed
+    and device.
+    """
     values = dict(setting.split("=", 1) for setting in settings)
     text = Path(values["data.path"]).resolve() if "data.path" in values else text_file()
     options = [
@@ -78,14 +80,17 @@ def bare_nanogpt(settings: Sequence[str]) -> tuple[str, float]:
 
 
 def text_file() -> Path:
-    """Tiny shakespeare, from the folder that a run reads it from; raise UserError if there is only the stand-in."""
+    """Tiny shakespeare, from the folder that a run reads it from; raise UserError if there is only
+    the stand-in.
+    """
     data = yaml.safe_load(
         (ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8")
     )["data"]
     file = find_text(data | {"folder": ROOT / "data"}).resolve()
     if file.stem not in (data["name"], f"{data['name']}-{data['sha256'][:12]}"):
         raise UserError(
-            f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with {data['name']}.txt"
+            f"{file.name} is not {data['name']}; set MINIGPT_DATA_DIR to a folder with "
+            f"{data['name']}.txt"
         )
     return file
 

@@ -1,20 +1,23 @@
-"""Measure minigpt on a CUDA GPU, part by part. Every row is appended to a file as soon as it is measured.
+"""Measure minigpt on a CUDA GPU, part by part. Every row is appended to a file as soon as it is
+measured.
 
   python scripts/bench/gpu.py recipes gpt2      two parts
-  python scripts/bench/gpu.py --rehearse        the same code with tiny models on a CPU; its figures mean nothing
+  python scripts/bench/gpu.py --rehearse        the same code with tiny models on a CPU; its figures
+  mean nothing
 
 Parts, and the minutes that they may take on an H100 (estimates, not measured):
 
-  recipes   6  time to nanoGPT's loss and best loss per seed; nanogpt_gpu beside nanoGPT's recipe in a bare loop
-  gpt2      5  tokens/s and MFU of GPT-2 over batch sizes, beside a bare loop; each compiles for 40 s
-  sampling  2  GPT-2 in bfloat16: share of the memory bound, beside transformers with a static cache
-  memory    2  peak memory of GPT-2's sizes, with and without activation checkpointing
-  minutes   7  minutes=1 and minutes=5 of tiny shakespeare and of --text: loss, training and wall time
+  recipes   6  time to nanoGPT's loss and best loss per seed; nanogpt_gpu beside nanoGPT's recipe in
+  a bare loop gpt2      5  tokens/s and MFU of GPT-2 over batch sizes, beside a bare loop; each
+  compiles for 40 s sampling  2  GPT-2 in bfloat16: share of the memory bound, beside transformers
+  with a static cache memory    2  peak memory of GPT-2's sizes, with and without activation
+  checkpointing minutes   7  minutes=1 and minutes=5 of tiny shakespeare and of --text: loss,
+  training and wall time
   threads   3  the CPU beside the GPU: tokens/s of small models over the number of threads
 
-The most important rows of a part come first. A row that fails is printed and recorded with what it has measured, and
-the others are measured all the same; then the exit code is 1. Without a network set MINIGPT_DATA_DIR to a folder with
-tinyshakespeare.txt.
+The most important rows of a part come first. A row that fails is printed and recorded with what it
+has measured, and the others are measured all the same; then the exit code is 1. Without a network
+set MINIGPT_DATA_DIR to a folder with tinyshakespeare.txt.
 """
 
 import argparse
@@ -96,7 +99,9 @@ class Session:
 
     @contextmanager
     def row(self, part: str, label: str) -> Iterator[dict[str, Any]]:
-        """Append the row that the block fills in, or its exception; a model that is too large is not a failure."""
+        """Append the row that the block fills in, or its exception; a model that is too large is
+        not a failure.
+        """
         values: dict[str, Any] = {}
         print(f"{part}: {label} …", file=sys.stderr, flush=True)
         start = time.perf_counter()
@@ -132,7 +137,9 @@ class Session:
 
 
 def recipes(session: Session) -> None:
-    """Time the recipes to LOSS, and compare the speed of nanoGPT's recipe with that of a bare loop."""
+    """Time the recipes to LOSS, and compare the speed of nanoGPT's recipe with that of a bare
+    loop.
+    """
     time_to_loss(session, "fast_gpu")
     nanogpt(session)
     time_to_loss(session, "best_gpu")
@@ -200,7 +207,9 @@ def gpt2(session: Session) -> None:
 
 
 def sampling(session: Session) -> None:
-    """Generate with random weights of the size of GPT-2 in bfloat16, with minigpt and with transformers."""
+    """Generate with random weights of the size of GPT-2 in bfloat16, with minigpt and with
+    transformers.
+    """
     n, bandwidth = 8 if session.rehearse else 256, copied_bytes(session)
     values = {
         "block_size": 1024,
@@ -213,9 +222,8 @@ def sampling(session: Session) -> None:
     values |= {"n_layer": 1, "n_embd": 24, "vocab_size": 512} if session.rehearse else {}
     model = GPT(GPTConfig(**values)).eval().to(session.device, torch.bfloat16)
     weights = 2 * model.config.num_params(positions=False)  # bytes
-    cache = (
-        2 * 2 * values["n_layer"] * values["n_embd"] * n / 2
-    )  # bytes of keys and values, on average
+    # Bytes of keys and values, on average
+    cache = 2 * 2 * values["n_layer"] * values["n_embd"] * n / 2
     for streams in (1, 64):
         with session.row("sampling", f"{streams} streams") as row:
             speed = n * streams / session.timed(lambda s=streams: minigpt_tokens(model, n, s))
@@ -307,7 +315,9 @@ def steady_speed(run: Path) -> float:
 
 
 def tables(file: Path) -> str:
-    """Format the rows of a file, one table per part and machine, with medians and ranges of equal labels."""
+    """Format the rows of a file, one table per part and machine, with medians and ranges of equal
+    labels.
+    """
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

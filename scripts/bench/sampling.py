@@ -1,4 +1,6 @@
-"""Decoding in tokens/s against a loop without a cache, transformers, and the limit of the memory bandwidth."""
+"""Decoding in tokens/s against a loop without a cache, transformers, and the limit of the memory
+bandwidth.
+"""
 
 import argparse
 import time
@@ -20,7 +22,9 @@ BANDWIDTH_BYTES = 256 << 20  # more than any CPU cache holds
 
 
 def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes on a CPU."""
+    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes on a
+    CPU.
+    """
     rows = []
     for _ in range(args.rounds):
         row: dict[str, Any] = {}
@@ -94,7 +98,9 @@ def in_transformers(config: GPTConfig) -> Any:
 
 
 def transformers_tokens(model: Any, n: int, streams: int, *, static: bool = False) -> None:
-    """Generate `n` tokens per stream with transformers and its cache; a static cache compiles the step on a GPU."""
+    """Generate `n` tokens per stream with transformers and its cache; a static cache compiles the
+    step on a GPU.
+    """
     prompt = torch.zeros(streams, 1, dtype=torch.long, device=model.device)
     options = {"cache_implementation": "static"} if static else {}
     options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
@@ -103,7 +109,6 @@ def transformers_tokens(model: Any, n: int, streams: int, *, static: bool = Fals
 
 def bandwidth() -> float:
     """Return the memory bandwidth of all threads in GB/s."""
-    numbers = torch.ones(
-        BANDWIDTH_BYTES // 4
-    )  # written first: untouched pages all map to one page of zeros
+    # Written first: untouched pages all map to one page of zeros
+    numbers = torch.ones(BANDWIDTH_BYTES // 4)
     return BANDWIDTH_BYTES / 1e9 / min(seconds(numbers.sum) for _ in range(5))

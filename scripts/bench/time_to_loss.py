@@ -1,4 +1,5 @@
-"""Time to loss: the steps and seconds after which recipes and the baseline reach given validation losses.
+"""Time to loss: the steps and seconds after which recipes and the baseline reach given validation
+losses.
 
 Training time excludes validation; startup, from launch to the first step, is a separate column.
 """
@@ -33,7 +34,9 @@ LOSSES = (1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 rando
 
 
 def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run every recipe with every seed; a row has startup, validation curve, and crossings of `--losses`."""
+    """Run every recipe with every seed; a row has startup, validation curve, and crossings of
+    `--losses`.
+    """
     rows = []
     for seed in range(1337, 1337 + args.rounds):
         for recipe in args.recipes or RECIPES:
@@ -70,9 +73,8 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     ]
     startup = max(0.0, first_row - float(first["seconds"]))
     steps, seconds = zip(*clock, strict=True)
-    expected = (
-        statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]
-    )  # of the first row, without compilation
+    # Of the first row, without compilation
+    expected = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]
     curve = []
     for row in measured:
         if row["val_loss"]:  # interpolate between the logged times
@@ -92,7 +94,9 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
 
 @torch.inference_mode()
 def nanogpt_estimate(run: Path) -> float:
-    """The validation loss of the best checkpoint as nanoGPT estimates it: over 200 batches of 64 random windows."""
+    """The validation loss of the best checkpoint as nanoGPT estimates it: over 200 batches of 64
+    random windows.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = load_corpus(
         *(OmegaConf.load(run / ".hydra/config.yaml")[name] for name in ("data", "tokenizer"))

@@ -254,9 +254,8 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << i % 8]) + good[place + 1 :])
         if place < header:
             with suppress(UserError):
-                assert_same(
-                    read(path), expected
-                )  # the bit is in `"format": "pt"` or in the padding
+                # The bit is in `"format": "pt"` or in the padding
+                assert_same(read(path), expected)
         else:
             with pytest.raises(UserError, match="its checksum is wrong; use an older checkpoint"):
                 read(path)

@@ -32,9 +32,8 @@ def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
     with torch.no_grad():
         logits = theirs(windows[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-    assert run.loss == pytest.approx(
-        expected.item(), abs=2e-3
-    )  # the last window, which is shorter, is left out here
+    # The last window, which is shorter, is left out here
+    assert run.loss == pytest.approx(expected.item(), abs=2e-3)
     digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
     source = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
     assert (
@@ -103,9 +102,8 @@ def test_a_run_resumes_without_the_source_of_its_weights(train, gpt2_folder, tmp
         in capsys.readouterr().err
     )
     check_same_end(whole.folder, auto)
-    assert (
-        resumed.summary["init_from"] == whole.summary["init_from"]
-    )  # of the weights that the run started from
+    # Of the weights that the run started from
+    assert resumed.summary["init_from"] == whole.summary["init_from"]
 
 
 def test_finetuning_has_no_warmup_and_of_a_model_of_hugging_face_a_low_rate(

@@ -308,9 +308,8 @@ def test_checkpoints_hold_the_ema_weights(trained):
     assert content["ema_updates"] == 20  # one per optimizer step
     for name, average in content["state_dict"].items():
         assert not torch.equal(average, content["unaveraged"][name]), name
-        assert torch.equal(
-            plain["state_dict"][name], content["unaveraged"][name]
-        )  # the EMA changes no training
+        # The EMA changes no training
+        assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,8 @@ def counts_of(epochs, n, block_size):
 
 
 def test_all_orders_of_a_few_windows_are_equally_likely():
-    windows = (
-        epochs_of(WindowOrder(21, 8, seed=0), 3000).argsort().argsort()
-    )  # by their place in the text
+    # By their place in the text
+    windows = epochs_of(WindowOrder(21, 8, seed=0), 3000).argsort().argsort()
     assert windows.shape == (3000, 3)
     deviation = np.sqrt(3000 / 3 * (1 - 1 / 3))  # of a count, when all are equally likely
     for position in range(3):
@@ -109,7 +108,8 @@ def test_each_epoch_has_every_token_but_the_first_as_a_target(block_size, more, 
 
 @pytest.mark.parametrize(
     ("n", "block_size", "most"),
-    # Near an end, where two windows may overlap at 8 places: 9/8. In a short text the ends are everywhere.
+    # Near an end, where two windows may overlap at 8 places: 9/8. In a short text the ends are
+    # everywhere.
     [
         (20_000, 128, 9 / 8),
         (3071, 64, 9 / 8),
@@ -124,9 +124,8 @@ def test_over_epochs_all_targets_are_about_equally_frequent(n, block_size, most)
         :, 1:
     ].mean(axis=0)
     assert counts.min() >= 1
-    assert counts.max() <= most + 5 * 0.5 / np.sqrt(
-        1000
-    )  # standard deviations of a mean of ones and twos
+    # Standard deviations of a mean of ones and twos
+    assert counts.max() <= most + 5 * 0.5 / np.sqrt(1000)
 
 
 def test_batches_from_a_step_equal_those_of_a_run_from_the_start_and_repeat(monkeypatch):

@@ -253,9 +253,8 @@ def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in
 
 @pytest.mark.parametrize("split", ["fraction", "document"])
 def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
-    runs = [
-        chr(0x4E00 + i) * 200 for i in range(30)
-    ]  # all equally frequent; each has a last byte of its own
+    # All equally frequent; each has a last byte of its own
+    runs = [chr(0x4E00 + i) * 200 for i in range(30)]
     content, name = (
         ("".join(runs), "mine.txt") if split == "fraction" else (rows(runs), "mine.jsonl")
     )

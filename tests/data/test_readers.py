@@ -399,9 +399,8 @@ def test_rows_of_json_under_another_name_are_refused(tmp_path, name):
             f"{file} holds JSON, whose syntax would be trained on; make it .jsonl, with an object"
             in refusal(file)
         )
-        assert (
-            documents(read_documents(file, "text", "<|endoftext|>"))[0].strip()[0] in "[{"
-        )  # as a text
+        # As a text
+        assert documents(read_documents(file, "text", "<|endoftext|>"))[0].strip()[0] in "[{"
 
 
 @pytest.mark.parametrize("text", [*SEVERAL, '{"text": "one row"}', '["a", "b"]'])
@@ -507,9 +506,8 @@ def test_linked_folders_are_followed_without_end_and_a_file_is_read_once(tmp_pat
         assert sorted(os.path.realpath(file) for file in files) == sorted(
             os.path.realpath(file) for file in (texts / "real/a.txt", elsewhere / "deep/a.txt")
         )
-    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == [
-        "deep"
-    ]  # below again and z
+    # Below again and z
+    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == ["deep"]
 
 
 @pytest.mark.parametrize(

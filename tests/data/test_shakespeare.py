@@ -113,10 +113,8 @@ def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, ser
 
 
 def test_speeches_continue_after_a_stage_direction_which_is_removed_like_headings(plays):
-    assert (
-        "Get thee to bed.\nIs this a dagger which I see before me," in plays
-    )  # Macbeth, between: _Exit Servant_
-    assert (
-        "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays
-    )  # another speaker, another speech
+    # Macbeth, between: _Exit Servant_
+    assert "Get thee to bed.\nIs this a dagger which I see before me," in plays
+    # Another speaker, another speech
+    assert "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)

@@ -195,9 +195,8 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     child = subprocess.run(
         [sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True
     )
-    assert (
-        Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"
-    )  # a rank, which has no such pipe
+    # A rank, which has no such pipe
+    assert Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"
     with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
         find(path=pipe(""))
     several = pytest.raises(

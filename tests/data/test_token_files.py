@@ -328,9 +328,8 @@ def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not
         changed += split_checksums(train, val, None) != before
         file.write_bytes(content)
     assert changed == 64
-    ones = [
-        raw([1] * 100_000 + [end]) for end in (3, 4)
-    ]  # more than a sample; the content of one file is read whole
+    # More than a sample; the content of one file is read whole
+    ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]
     assert len({read_bins(tmp_path, one, raw([4, 5])).sha256 for one in ones}) == 2
 
 
@@ -344,9 +343,8 @@ def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
         ):
             tokens[index]
     write_parts(tmp_path, ids=RANDOM_IDS + 100)
-    with pytest.raises(
-        UserError, match=r"val\.bin has a token id .*, outside the vocabulary"
-    ):  # before training
+    # Before training
+    with pytest.raises(UserError, match=r"val\.bin has a token id .*, outside the vocabulary"):
         corpus_of(None, tmp_path, "byte", **settings)
 
 

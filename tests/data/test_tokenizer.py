@@ -72,9 +72,8 @@ def test_byte_and_bpe_round_trip_any_text(name, text):
     assert ids.tolist() == rebuilt(tokenizer).encode(text).tolist()
     assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == expected
     assert tokenizer.decode_bytes(ids) == expected.encode()
-    assert all(
-        0 <= i < tokenizer.vocab_size - (name != "byte") for i in ids.tolist()
-    )  # no separator
+    # No separator
+    assert all(0 <= i < tokenizer.vocab_size - (name != "byte") for i in ids.tolist())
     assert ids.dtype == np.dtype("uint8" if name == "byte" else "uint16")
 
 
@@ -83,15 +82,13 @@ def test_invalid_ids_decode_to_the_replacement_character_and_one_error_lists_all
         (a,) = tokenizer.encode("a").tolist()
         assert tokenizer.decode([a, tokenizer.vocab_size, -1, a, 1 << 40]) == "a\ufffd\ufffda\ufffd"
     with pytest.raises(UserError, match=r"no id for '\\t', 'b', '~', '😀'; its alphabet is the 3 "):
-        CharTokenizer("acz").encode(
-            "czb~a😀\tb"
-        )  # b lies between known characters, ~ and 😀 beyond them
+        # B lies between known characters, ~ and 😀 beyond them
+        CharTokenizer("acz").encode("czb~a😀\tb")
     with pytest.raises(
         UserError, match=r"no id for U\+0007, ' ', U\+00A0, U\+0301, U\+200B, U\+FE0F, U\+FEFF; "
     ):
-        CharTokenizer("a").encode(
-            "a \u200b\u00a0\ufeff\u0301\ufe0f\a"
-        )  # which a terminal does not show
+        # Which a terminal does not show
+        CharTokenizer("a").encode("a \u200b\u00a0\ufeff\u0301\ufe0f\a")
 
 
 def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_id():
@@ -111,9 +108,8 @@ def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_
     ):
         assert encode_prompt(separated, prompt).tolist() == ids
         assert separated.names(ids) == prompt
-        assert (
-            encode_prompt(plain, prompt).tolist() == plain.encode(prompt).tolist()
-        )  # its corpus has no separator
+        # Its corpus has no separator
+        assert encode_prompt(plain, prompt).tolist() == plain.encode(prompt).tolist()
 
 
 @pytest.mark.filterwarnings("error")  # torch's, of arrays that cannot be written
@@ -142,9 +138,8 @@ def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     completed = [i for i, piece in enumerate(pieces[:-1]) if piece]
-    assert completed == [
-        i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80
-    ]  # before the next character
+    # Before the next character
+    assert completed == [i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80]
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,8 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
             wait_until(lambda: (run / "metrics.csv").stat().st_mtime > restarted)
 
         def come_back(host: int) -> None:
-            hosts.kill(
-                host
-            )  # after a minute without the network its torchrun would end the rendezvous of all hosts
+            # After a minute without the network its torchrun would end the rendezvous of all hosts
+            hosts.kill(host)
             launchers[host].wait(SECONDS)
             hosts.set_link(host, "up")
             launchers[host] = torchrun(hosts, host, ELASTIC, elastic)

@@ -22,8 +22,8 @@ from minigpt.model.gpt import GPT
 from minigpt.training.optim import OneRank, adamw, muon
 
 MUON = ADAM | OPTIONS
-# Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not divide, ranks that own
-# no matrix of a stack, and ranks that hold no row of a matrix.
+# Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not
+# divide, ranks that own no matrix of a stack, and ranks that hold no row of a matrix.
 SMALL = {
     "vocab_size": 11,
     "block_size": 4,
@@ -107,9 +107,8 @@ def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "adamw"), (4, "muon")])
 def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     start(ranks, measure_memory, tmp_path, optimizer)
-    buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[
-        optimizer
-    ]  # of the size of the weights; Muon has 1 of matrices
+    # Of the size of the weights; Muon has 1 of matrices
+    buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]
     ideal = 124e6 * 4 * (1 + buffers) / ranks
     for rank in range(ranks):
         assert (

@@ -131,16 +131,16 @@ def test_the_baseline_equals_the_recipe_of_nanogpt(device, params, monkeypatch):
         1.0,
     )
     draw_weights(ours)
-    with (
-        torch.no_grad()
-    ):  # both order parameters from the embeddings to the final norm, block by block
+    # Both order parameters from the embeddings to the final norm, block by block
+    with torch.no_grad():
         for weight, reference in zip(ours.parameters(), baseline.parameters(), strict=True):
             reference.copy_(weight)
     monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
     tokens, block = torch.randint(65, (5 * recipe.block + 7,)), recipe.block
+    # The last has 7
     windows = [
         tokens[None, start : start + block + 1] for start in range(0, len(tokens) - 1, block)
-    ]  # the last has 7
+    ]
     losses = [ours(window[:, :-1], window[:, 1:]).item() for window in windows]
     expected = np.average(losses, weights=[window.numel() - 1 for window in windows])
     assert nanogpt.validate(baseline, tokens) == pytest.approx(expected, rel=1e-5)

@@ -1,7 +1,8 @@
-"""The first of the five notebooks from which minigpt started, as a configuration of its one attention.
+"""The first of the five notebooks from which minigpt started, as a configuration of its one
+attention.
 
-Outputs equal the figures that it prints, to 4 decimals. The code of docs/attention.md, which test_readme.py runs,
-prints more of them, and those of the other notebooks.
+Outputs equal the figures that it prints, to 4 decimals. The code of docs/attention.md, which
+test_readme.py runs, prints more of them, and those of the other notebooks.
 """
 
 import torch

@@ -23,25 +23,23 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted(ROOT.glob("minigpt/extras/*/README.md")),
 ]
-TEXTS = "".join(
-    page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md"
-)  # run by test_bench.py
+# Run by test_bench.py
+TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
 SHORT += ["callbacks.samples.max_new_tokens=5"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 SLOW = {"-m", "minutes=10", *PROCESSES}
-# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by tests/distributed/test_hosts.py;
-# pip and pytest are what set up and run this test.
+# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by
+# tests/distributed/test_hosts.py; pip and pytest are what set up and run this test.
 ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
 
 
 def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
-    text = (
-        "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")
-    )  # of lines that continue
+    # Of lines that continue
+    text = "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")
     lines = (words for line in text.splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
@@ -51,9 +49,8 @@ def documents(once, monkeypatch, tmp_path):
     """A working directory with a completed run, which is a sweep too."""
 
     def build(folder):
-        (folder / "all.txt").write_text(
-            f"{string.printable}\n" * 200, encoding="utf-8"
-        )  # contains the characters of all prompts
+        # Contains the characters of all prompts
+        (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
         monkeypatch.chdir(folder)
         minigpt.train(["data.path=all.txt", *SHORT])
         (folder / "runs/sweeps").mkdir()
@@ -134,8 +131,8 @@ def test_every_make_target_exists():
 
 
 RECIPE, SWEEP = "experiment=fast_cpu", "+sweep=heads_by_width"
-# What `make train` and `make sweep` put before their ARGS: overrides are on top of the recipe, unless they have a model
-# or a recipe of their own.
+# What `make train` and `make sweep` put before their ARGS: overrides are on top of the recipe,
+# unless they have a model or a recipe of their own.
 ADDED = {
     "": ([RECIPE], ["-m", SWEEP]),
     "max_steps=200 model.n_head=4 +seed=3": ([RECIPE], ["-m", SWEEP]),

@@ -102,9 +102,8 @@ def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, 
     for name in names:  # queries, keys and values are matrices of their own
         w |= dict(zip([name + x for x in "qkv"], w.pop(name).chunk(3), strict=True))
     w = {name: nn.Parameter(weight) for name, weight in w.items()}
-    monkeypatch.setattr(
-        torch.Tensor, "bfloat16", torch.Tensor.clone
-    )  # torch's Muon casts on every device
+    # torch's Muon casts on every device
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     monkeypatch.setattr("minigpt.training.optim.half_dtype", lambda device: None)
     table = w["ngrams.table.weight"]
     rest = [

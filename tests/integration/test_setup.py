@@ -57,9 +57,8 @@ def test_make_installs_with_uv_where_it_is_installed(clone, first):
     done = make(clone, ".venv/.dev")
     assert done.returncode == 0, done.stderr
     created, *installed = (clone / "uv.txt").read_text().splitlines()
-    assert created == " ".join(
-        first or ["venv --quiet --seed .venv"]
-    )  # a .venv that is there is kept
+    # A .venv that is there is kept
+    assert created == " ".join(first or ["venv --quiet --seed .venv"])
     assert [re.split("-c constraints.txt ", line)[1] for line in installed] == [
         "torch",
         "-e .",
@@ -120,11 +119,9 @@ def test_the_workflow_runs_commands_of_the_documents():
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     blocks = "\n".join(re.findall(r"(?s)```\w*\n(.*?)```", text))
     documented = {line.partition("  #")[0].rstrip() for line in blocks.splitlines()}
-    documented |= {
-        line.replace("py -m", "python -m") for line in documented
-    }  # of the version that the step before set
+    # Of the version that the step before set
+    documented |= {line.replace("py -m", "python -m") for line in documented}
     documented |= {*re.findall("`([^`\n]+)`", text)}
     others = {command for command in run if command.removeprefix(SUDO) not in documented}
-    assert [command.split("=")[0] for command in others] == [
-        "oldest"
-    ]  # which only changes a constraint
+    # Which only changes a constraint
+    assert [command.split("=")[0] for command in others] == ["oldest"]

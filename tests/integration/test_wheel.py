@@ -82,9 +82,8 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     def shell(line: str, *arguments: str) -> Any:
         return output(*shlex.split(line), *arguments, cwd=tmp_path, env=env)
 
-    (tmp_path / "my.txt").write_text(
-        f"{string.printable}\n" * 200, encoding="utf-8"
-    )  # contains the characters of all prompts
+    # Contains the characters of all prompts
+    (tmp_path / "my.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
     train, sample = map(shlex.join, commands("minigpt"))
     trained = shell(train, *SHORT, "data.path=my.txt")
     assert {path.name for path in tmp_path.iterdir()} == {"my.txt", "data", "runs"}

@@ -96,7 +96,8 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
         )
         assert sampled.stdout.startswith("7: ")
 
-    # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its report.
+    # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its
+    # report.
     (on_windows / "runs/sweeps").mkdir()
     (on_windows / "runs/sweeps/hold").write_text("seed=2", encoding="utf-8")
     swept = ["-m", "seed=1,2", HOLD]
@@ -113,7 +114,8 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
     (on_windows / "runs/sweeps/hold").unlink()
     swept += ["hydra/launcher=basic", "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"]
     assert "completed" in run_to_end(start("train.py", *swept)).stdout
-    # The worker ignored Ctrl-Break, until its parent ended it: a second signal would have cost the checkpoint.
+    # The worker ignored Ctrl-Break, until its parent ended it: a second signal would have cost the
+    # checkpoint.
     log = (sweep / "seed=2/log.txt").read_text(encoding="utf-8")
     assert "interrupted by SIGTERM" in log
     assert "8 steps from step 12 at" in log
@@ -200,9 +202,8 @@ def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path
     assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/swept"
     (tmp_path / "swept/seed=1/.hydra").mkdir(parents=True)
     (tmp_path / "swept/seed=1/.hydra/overrides.yaml").touch()
-    assert (
-        follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"
-    )  # which is no job of the sweep
+    # Which is no job of the sweep
+    assert follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"
     (tmp_path / "latest").symlink_to("removed")
     with pytest.raises(
         UserError, match="latest does not exist; give a run folder or a checkpoint file"

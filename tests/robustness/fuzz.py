@@ -1,7 +1,8 @@
 """Fuzz every reader of untrusted files: python tests/robustness/fuzz.py --inputs 100000
 
-Valid files are mutated from a seed, and passed to the reader that a script would use. A reader accepts an
-input, or refuses it with an error that is printed as one line with exit code 2; anything else is a crash.
+Valid files are mutated from a seed, and passed to the reader that a script would use. A reader
+accepts an input, or refuses it with an error that is printed as one line with exit code 2; anything
+else is a crash.
 """
 
 import argparse

@@ -56,7 +56,8 @@ def file(text: str, tensors: dict[str, Tensor], **metadata: str) -> bytes:
 
 
 def changed(*path: str, value: Any = None, beside: str = "0", **metadata: str) -> bytes:
-    """Return a good file in which the value at a path of keys is another; `...` removes it, and a tensor is stored.
+    """Return a good file in which the value at a path of keys is another; `...` removes it, and a
+    tensor is stored.
 
     Args:
         beside: JSON of one more value.
@@ -194,9 +195,8 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
         "__class__": ["x"],
     }
     claims = [{name: claim} for name, claimed in values.items() for claim in claimed]
-    claims += [
-        {"position": "rope", "block_size": 1 << 20, "head_dim": 1024}
-    ]  # a table of a million positions
+    # A table of a million positions
+    claims += [{"position": "rope", "block_size": 1 << 20, "head_dim": 1024}]
     for claim in claims:
         yield (
             f"{claim!r:.60}",

@@ -143,9 +143,8 @@ def loop(given):
                 )
             found.val[step] = float(nats) / 600
             found.bits[step] = found.val[step] / math.log(2) / (len(text[2400:].encode()) / 601)
-    assert (
-        min(found.norms) < 1.3 < 2 < max(found.norms)
-    )  # so that another limit is another training
+    # So that another limit is another training
+    assert min(found.norms) < 1.3 < 2 < max(found.norms)
     found.params = sum(p.numel() for p in model.parameters())
     found.flops = 6 * found.params + 12 * 1 * 2 * 16 * 16  # per token
     return found

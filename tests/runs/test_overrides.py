@@ -92,9 +92,8 @@ def test_a_list_of_paths_is_swept_and_a_text_with_commas_is_not(tmp_path, monkey
     ]
     assert parsed("-m", "data.path='a, b.txt','c.txt'") == ["a, b.txt", "c.txt"]
     assert parsed("-m", "resume=null,my run") == [None, "my run"]
-    many = [
-        f"{'long ' * 20}{i}.txt" for i in range(50)
-    ]  # together longer than the name of a file may be
+    # Together longer than the name of a file may be
+    many = [f"{'long ' * 20}{i}.txt" for i in range(50)]
     assert parsed("-m", f"data.path={','.join(many)}") == many
     for prompt in TEXTS[:4]:
         assert parsed("-m", f"callbacks.samples.prompt={prompt}") == prompt
@@ -132,9 +131,8 @@ def test_a_reference_in_a_text_is_text():
             normalize(cfg)
             for found in (cfg, OmegaConf.create(OmegaConf.to_yaml(cfg))):
                 assert [OmegaConf.select(found, key) for key in LITERAL_TEXTS] == [text] * 3
-        settings = {
-            "one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}
-        }  # of a run are resolved already
+        # Of a run are resolved already
+        settings = {"one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}}
         assert instantiate_group("callbacks", settings) == [{"text": [text, rf"\{text}"]}]
 
 

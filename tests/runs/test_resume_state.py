@@ -79,9 +79,8 @@ def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsy
     log = (run.folder / "log.txt").read_text(encoding="utf-8").splitlines()
     assert [log.count(text) for text in warnings] == [1, 1]
     assert any(text.startswith(expected) for text in log)
-    assert column(run.folder, "learning_rate")[-2] == pytest.approx(
-        0.01 * (1 - 14 / 20)
-    )  # of step 15
+    # Of step 15
+    assert column(run.folder, "learning_rate")[-2] == pytest.approx(0.01 * (1 - 14 / 20))
 
 
 def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
@@ -123,9 +122,8 @@ def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(train, tra
     losses = column(trained(*UNSTABLE), "val_loss")
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     best = next(i for i, (x, y, z) in enumerate(triples, 1) if x == min(losses[:i]) and z < x < y)
-    last = (
-        best + 2 if harm == "last is damaged" else best + 1
-    )  # the best of another course, or worse
+    # The best of another course, or worse
+    last = best + 2 if harm == "last is damaged" else best + 1
     folder = train(*UNSTABLE, f"pause_at={last}").folder
     damaged = folder / (LAST if harm == "last is damaged" else BEST)
     if harm != "none":

@@ -332,9 +332,8 @@ def test_the_summary_is_written_as_json(tmp_path):
     assert run_dir.completed_summary(tmp_path, 99, 100) is None
     run_dir.write_failure(tmp_path, "lost")
     assert run_dir.completed_summary(tmp_path, 100, 100) is None
-    run_dir.truncate_logs(
-        tmp_path, 50
-    )  # as a run does that resumes: a crash must not leave the old status
+    # As a run does that resumes: a crash must not leave the old status
+    run_dir.truncate_logs(tmp_path, 50)
     assert not (tmp_path / "summary.json").exists()
 
 

@@ -220,9 +220,8 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
     ):  # count as not set
         monkeypatch.setenv(f"WANDB_{name}", "")
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb/settings").write_text(
-        "[default]\nproject = of-file\nentity = of-file\n"
-    )  # of `wandb init`
+    # Of `wandb init`
+    (tmp_path / "wandb/settings").write_text("[default]\nproject = of-file\nentity = of-file\n")
     assert names("file")[:-1] == ("file", "of-file", "of-file", None, None, None, None)
     variables = {
         "NAME": "n",

@@ -99,9 +99,8 @@ def test_the_best_value_is_at_the_edge_or_on_a_plateau():
         ("model.dropout", ("0", "0.1", "0.2")),
         ("model.n_layer", ("1", "2", "3")),
     ):
-        assert "may lie beyond" not in told(
-            sweep(lambda value: 2 + value, {name: values})
-        )  # there is no smaller one
+        # There is no smaller one
+        assert "may lie beyond" not in told(sweep(lambda value: 2 + value, {name: values}))
 
 
 def test_a_larger_value_that_ran_and_failed_or_diverged_is_not_beyond():

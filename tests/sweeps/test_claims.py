@@ -128,9 +128,8 @@ class Constructed:
     def falling(self, label, end, best_end):
         ends = {}
         for row in self.compared:
-            curves = np.array(
-                [[loss for _, loss in point.curve] for point in row.points]
-            )  # (seeds, 3)
+            # (seeds, 3)
+            curves = np.array([[loss for _, loss in point.curve] for point in row.points])
             ends[row.label()] = np.minimum(curves.min(1), 2 * curves[:, 2] - curves[:, 1]).mean()
         assert (f"{ends[label]:.4f}", f"{ends[self.compared[0].label()]:.4f}") == (end, best_end)
         return ends[label] == min(ends.values())

@@ -140,9 +140,8 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
         launcher.launch([[]] * 4, 0)
     assert ended.value.exit_code == 128 + signums[0]
     assert launcher.stops == SENT[sent]  # whether the jobs were killed
-    assert launcher.ended == [
-        (point, "") for point in launcher.submitted
-    ]  # resumed later, and not failed
+    # Resumed later, and not failed
+    assert launcher.ended == [(point, "") for point in launcher.submitted]
     assert len(launcher.submitted) <= 2
 
 
@@ -337,9 +336,8 @@ def test_runs_on_one_and_two_devices_in_one_worker_have_a_port_each(launch, tmp_
     assert result.returncode == 0, result.stderr
     runs = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert [read_summary(run.folder)["world_size"] for run in runs] == [1, 2]
-    assert "ignored" not in (runs[1].folder / "log.txt").read_text(
-        encoding="utf-8"
-    )  # variables of the first run
+    # Variables of the first run
+    assert "ignored" not in (runs[1].folder / "log.txt").read_text(encoding="utf-8")
     assert runs[0].loss(NATS) == pytest.approx(runs[1].loss(NATS))
 
 

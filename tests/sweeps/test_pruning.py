@@ -99,9 +99,8 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan)
     engine = Engine(
         lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000
     )
-    sweeper = plan(
-        "tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine
-    )  # a character has two bytes
+    # A character has two bytes
+    sweeper = plan("tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine)
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
     assert steps == {"tokenizer=byte,max_steps=40": 5, "tokenizer=byte,max_steps=80": 10}
     assert all("char" in name for name in engine.launches[1])
@@ -145,9 +144,8 @@ def test_points_that_are_added_are_compared_with_all_points_of_the_folder(plan):
     engine = Engine(lambda settings, step: 5 - slopes[settings["optimizer.lr"]] * step)
     plan("optimizer.lr=0.1,0.2,0.3", *PRUNED, engine=engine)
     engine.launches.clear()
-    plan(
-        "optimizer.lr=0.4,0.5", *PRUNED, "resume=auto", engine=engine
-    )  # of five, the best two continue
+    # Of five, the best two continue
+    plan("optimizer.lr=0.4,0.5", *PRUNED, "resume=auto", engine=engine)
     assert engine.launches == [
         dict.fromkeys(names("0.4", "0.5"), 5),
         *({"lr=0.5": step} for step in (10, 20, 40)),

@@ -35,9 +35,8 @@ def run_folder(
 ):
     """Write the folder of a run: a validation every 10 steps; no summary if its status is None."""
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text(
-        json.dumps(list(overrides)), encoding="utf-8"
-    )  # YAML, too
+    # YAML, too
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(list(overrides)), encoding="utf-8")
     given = (override.lstrip("+").partition("=") for override in overrides)
     settings = {key: int(value) if value.isdecimal() else value for key, _, value in given}
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
@@ -164,9 +163,8 @@ def test_a_run_whose_folder_is_locked_is_running(tmp_path):
         (point,) = read_sweep(tmp_path)
         assert (point.status, point.loss(NATS)) == ("running", 2.0)
     (point,) = read_sweep(tmp_path)
-    assert (
-        point.status == "interrupted"
-    )  # of the previous attempt, until the new one writes a summary
+    # Of the previous attempt, until the new one writes a summary
+    assert point.status == "interrupted"
 
 
 def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
@@ -181,9 +179,8 @@ def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
         seconds=None,
         reason=3,
     )
-    run_folder(
-        tmp_path / "3", "lr=3", best_val_loss=10**30
-    )  # an integer of more than 64 bits is compared, too
+    # An integer of more than 64 bits is compared, too
+    run_folder(tmp_path / "3", "lr=3", best_val_loss=10**30)
     points = read_sweep(tmp_path)
     assert [point.loss(NATS) for point in points] == [2.0, None, 1.0, 10**30]
     assert [row.loss for row in ranked(points)] == [1.0, 2.0, 10**30, None]
@@ -191,9 +188,11 @@ def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
 
 
 def noisy_losses(rng, rows, level):
-    """Training losses around `level`, with the noise of batches of 1 to 4 windows of 32 tokens, measured at 4 to 10 %.
+    """Training losses around `level`, with the noise of batches of 1 to 4 windows of 32 tokens,
+    measured at 4 to 10 %.
 
-    Every third run has the heavy tails of Student's t with 3 degrees of freedom, every third those of a log-normal.
+    Every third run has the heavy tails of Student's t with 3 degrees of freedom, every third those
+    of a log-normal.
     """
     tails = (
         rng.normal,
@@ -405,9 +404,8 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
     )
     output = printed(read_sweep(tmp_path))
     header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
-    assert (
-        header == "# n_embd lr val loss from the best bits/byte params status"
-    )  # max_steps is shared
+    # max_steps is shared
+    assert header == "# n_embd lr val loss from the best bits/byte params status"
     means, interval, margin = (
         (1.7, 2.1, 2.6, 3.5),
         *intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)])),
@@ -474,9 +472,8 @@ def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_th
 
 def test_equal_overrides_with_different_configurations_are_different_rows(tmp_path):
     for name, steps, path in (("0", 20, None), ("1", 40, None), ("2", 20, "runs/a")):
-        folder = run_folder(
-            tmp_path / name, f"model.n_head={'2.0' if steps == 40 else '2'}"
-        )  # in two ways
+        # In two ways
+        folder = run_folder(tmp_path / name, f"model.n_head={'2.0' if steps == 40 else '2'}")
         settings = {
             "model": {"n_head": 2},
             "max_steps": steps,
@@ -790,9 +787,8 @@ def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(printe
     ]
     assert "best     3.1000 (3 runs): lr=completed\n" in output
     assert "provisional" not in printed(points[:3])
-    assert "\n1* 2.0500" in re.sub(
-        " +", " ", printed(points[3:6])
-    )  # also where no row has completed
+    # Also where no row has completed
+    assert "\n1* 2.0500" in re.sub(" +", " ", printed(points[3:6]))
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -822,9 +818,8 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
     assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
     assert not (tmp_path / "canary").exists()
-    assert f"{evil}0" in {
-        row["text"] for row in table(tmp_path / "sweep.csv")
-    }  # a file keeps what it is
+    # A file keeps what it is
+    assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12))
@@ -1002,9 +997,8 @@ def test_the_plots_of_mixed_runs_have_room_for_their_titles_and_no_legend_withou
     swept, curves, params, _ = figure.axes
     left, right = (panel.title.get_window_extent() for panel in (swept, curves))
     assert left.x1 < right.x0
-    assert [text.get_text() for text in params.get_legend().get_texts()] == [
-        "best 2.0000"
-    ]  # the front is one point
+    # The front is one point
+    assert [text.get_text() for text in params.get_legend().get_texts()] == ["best 2.0000"]
 
 
 def test_a_report_along_a_setting_to_another_folder_does_not_change_the_sweep(

@@ -51,7 +51,8 @@ class Engine:
     """Record every job, and write its validation curve: `loss(settings, step)`; NaN is a failure.
 
     Args:
-        jobs: that end; the next is killed: before it writes a file, before its last validation, or before its summary.
+        jobs: that end; the next is killed: before it writes a file, before its last validation, or
+            before its summary.
     """
 
     def __init__(self, loss=lambda *_: 1.0, jobs=999):
@@ -75,9 +76,8 @@ class Engine:
             losses = {
                 step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))
             }
-            nats = math.log(2) * (
-                2 if settings.get("tokenizer") == "char" else 1
-            )  # per bit per byte
+            # Per bit per byte
+            nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)
             lines = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
             (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
             (point.folder / "metrics.csv").write_text(
@@ -112,9 +112,8 @@ class Engine:
                 )
                 folder = Path(config.hydra.run.dir)
                 assert (folder / "summary.json").exists()
-                assert folder == Path(
-                    config.hydra.sweep.dir, config.hydra.sweep.subdir
-                )  # of Hydra's own launcher
+                # Of Hydra's own launcher
+                assert folder == Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)
                 with open_dict(config):
                     del config["hydra"]
                 composed[folder.name] = config
@@ -244,9 +243,8 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
         if point.status != SKIPPED
     }
     read = read_sweep(sweeper.folder)
-    assert len({tuple(point.overrides.items()) for point in read}) == len(
-        read
-    )  # a report separates them, too
+    # A report separates them, too
+    assert len({tuple(point.overrides.items()) for point in read}) == len(read)
 
 
 def test_a_sweep_over_groups_takes_none(plan, tmp_path):
@@ -392,9 +390,8 @@ def test_a_number_in_another_notation_is_the_same_point(plan):
     assert [point.reason for point in before] == ["", "", SAME]
     assert [point.settings["max_steps"] for point in before] == [1000, 2000, 1000]
     after = plan("max_steps=2000,3000", "data.batch_size=4", "resume=auto")
-    assert [config.max_steps for config in after.engine.configs] == [
-        3000
-    ]  # the other point is completed
+    # The other point is completed
+    assert [config.max_steps for config in after.engine.configs] == [3000]
     read = read_sweep(after.folder)
     assert {repr(point.value("max_steps")) for point in read if point.status == COMPLETED} == {
         "1000",
@@ -686,9 +683,8 @@ def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(p
     values = {
         str(params["model.n_layer"] + 1): value for params, value, state in told if state is None
     }
-    assert values == {
-        name: pytest.approx(mean(LUCKY[name]) / math.log(2)) for name in "124"
-    }  # in bits per byte
+    # In bits per byte
+    assert values == {name: pytest.approx(mean(LUCKY[name]) / math.log(2)) for name in "124"}
     failed = [
         params["model.n_layer"] + 1
         for params, _, state in told
@@ -832,9 +828,8 @@ def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monke
         "hydra.sweeper.n_trials=3",
     )
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
-    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set(
-        "1248"
-    )  # they divide n_embd
+    # They divide n_embd
+    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set("1248")
     with pytest.raises(
         UserError, match=r"no point of the search is possible: .* must be divisible"
     ):
@@ -908,7 +903,8 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
         "failed",
     ]
 
-    # stderr has skipped points, the number of runs, one line per run, the failure, and no output of jobs.
+    # stderr has skipped points, the number of runs, one line per run, the failure, and no output of
+    # jobs.
     lines = sweep.stderr.splitlines()
     assert lines[4:6] == ["4 of 8 to run", "2 at a time with OMP_NUM_THREADS=1"]
     results = dict(re.fullmatch(r"\d/4 (\S+) (.*)", line).groups() for line in lines[6:10])
@@ -981,9 +977,8 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert [(row["seeds"], row["status"]) for row in table(folder / "sweep.csv")] == [
         ("3", COMPLETED)
     ]
-    assert rows(folder / "seed=2") == rows(
-        train("seed=2").folder
-    )  # a resumed run equals an uninterrupted one
+    # A resumed run equals an uninterrupted one
+    assert rows(folder / "seed=2") == rows(train("seed=2").folder)
     assert (folder / "seed=2" / "log.txt").read_text(encoding="utf-8").count(
         "step 10/20"
     ) == 1  # and did not begin anew
@@ -995,9 +990,8 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
         )
         assert (started["display_name"], started["run_group"]) == (name or "sweep summary", "sweep")
         assert set(started["tags"]) == {"fox", "sweep", *tags}
-    assert "The lowest mean loss is" in json.dumps(
-        wandb_records(folder)
-    )  # the answer, in its summary
+    # The answer, in its summary
+    assert "The lowest mean loss is" in json.dumps(wandb_records(folder))
     assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
     logged = [
         json.loads(file.read_text(encoding="utf-8"))

@@ -35,9 +35,8 @@ def failing(error):
     return program
 
 
-IMPORT_ERROR = ImportError(
-    "initialization failed"
-)  # of an extension module that a signal interrupted
+# Of an extension module that a signal interrupted
+IMPORT_ERROR = ImportError("initialization failed")
 IMPORT_ERROR.__cause__ = Interrupted(signal.SIGTERM)
 SHOWN = "(MINIGPT_TRACEBACK=1 shows where)"
 FULL = "no space left on device; free some space, or choose another folder"

@@ -1,9 +1,14 @@
-"""Imitate Windows on Linux in every Python process whose PYTHONPATH begins with the folder of this file.
+"""Imitate Windows on Linux in every Python process whose PYTHONPATH begins with the folder of this
+file.
 
-- minigpt and its scripts see the standard library without the names that typeshed has for other systems only, and
-  `sys.platform` as "win32". All other packages see the real one, because Python's own modules need these names here.
-- No file below the folder IMITATED_FOLDER can be replaced, renamed or removed while a process of this session has it
-  open or mapped, or emptied while it is mapped. There are no symbolic links, and no names that NTFS forbids.
+- minigpt and its scripts see the standard library without the names that typeshed has for other
+systems only, and
+  `sys.platform` as "win32". All other packages see the real one, because Python's own modules need
+  these names here.
+- No file below the folder IMITATED_FOLDER can be replaced, renamed or removed while a process of
+this session has it
+  open or mapped, or emptied while it is mapped. There are no symbolic links, and no names that NTFS
+  forbids.
 """
 
 import ast

@@ -1,7 +1,8 @@
-"""Documents of a data set of the Hugging Face hub, or of a folder with its layout. Its rows are streamed.
+"""Documents of a data set of the Hugging Face hub, or of a folder with its layout. Its rows are
+streamed.
 
-The checksum of a data set of the hub is that of its commit, which is read even if the hub has a later one; that of a
-folder is of the files that are read.
+The checksum of a data set of the hub is that of its commit, which is read even if the hub has a
+later one; that of a folder is of the files that are read.
 """
 
 import os
@@ -42,9 +43,8 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     def stream() -> Iterator[TextChunk | None]:
         with _explained(setting, is_local):
             builder = _build(data, revision)
-            if (
-                not is_local and builder.hash != revision
-            ):  # of another commit, in the cache of datasets
+            # Of another commit, in the cache of datasets
+            if not is_local and builder.hash != revision:
                 raise ConnectionError(revision)
             for row in builder.as_streaming_dataset(split=split):
                 yield row_chunk(row, field, setting, "column")
@@ -57,13 +57,14 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
 
 
 def _find_commit(name: str, revision: str | None, setting: str) -> str:
-    """Return the commit of a revision of a data set of the hub; without a network, the one last seen."""
+    """Return the commit of a revision of a data set of the hub; without a network, the one last
+    seen.
+    """
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     hub = import_extra("huggingface_hub", setting, "data")
-    errors = import_extra(
-        "huggingface_hub.errors", setting, "data"
-    )  # no attribute of a package just imported
+    # No attribute of a package just imported
+    errors = import_extra("huggingface_hub.errors", setting, "data")
     card = {"repo_id": name, "filename": "README.md", "repo_type": "dataset", "revision": revision}
     try:
         if os.environ.get("HF_DATASETS_OFFLINE", "").lower() in ("1", "on", "yes", "true"):

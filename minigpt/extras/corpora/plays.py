@@ -15,7 +15,9 @@ def read_plays() -> Iterator[str]:
 
 
 def _read_play(file: Path) -> str:
-    """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank line."""
+    """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank
+    line.
+    """
     speeches: list[tuple[str, list[str]]] = []  # speaker, lines
     speaking = (
         False  # a paragraph without a speaker continues the speech, unless a heading ended it
@@ -26,13 +28,11 @@ def _read_play(file: Path) -> str:
         if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
             speeches.append((spoken[1].strip(), []))
             paragraph, speaking = spoken[2], True
-        if not speaking or re.match(
-            r"\s*\d+\\?\.", paragraph
-        ):  # a numbered list is the order of a procession
+        # A numbered list is the order of a procession
+        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):
             continue
-        lines = re.sub(
-            r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL
-        )  # stage directions
+        # Stage directions
+        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)
         lines = re.sub(r"[_*\\#\[\]]", "", lines)
         speeches[-1][1].extend(
             " ".join(line.split()) for line in lines.splitlines() if line.strip()

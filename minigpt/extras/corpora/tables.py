@@ -26,8 +26,9 @@ def read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
             yield row_chunk(row, field, f"{file}, line {rows.line_num:,}", "column")
     except csv.Error as error:
         raise UserError(
-            f"{file}, near line {rows.line_num:,}: {error}; put cells with a delimiter, a quote or a line break in "
-            f"quotes; as .txt the file is one text"
+            f"{file}, near line {rows.line_num:,}: {error}; put cells with a delimiter, a quote "
+            "or a line break in "
+            "quotes; as .txt the file is one text"
         ) from error
 
 

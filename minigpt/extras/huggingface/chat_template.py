@@ -1,4 +1,5 @@
-"""Chat templates of Hugging Face, found in a folder and rendered as transformers does, in Jinja's sandbox.
+"""Chat templates of Hugging Face, found in a folder and rendered as transformers does, in Jinja's
+sandbox.
 
 Source: https://huggingface.co/docs/transformers/chat_templating
 """
@@ -23,7 +24,8 @@ _NO_DEFAULT = '{{ raise_exception("the folder has several templates, and none is
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the template of a chat without tools, if there is one; `config` is that of the tokenizer.
+    """Return the template of a chat without tools, if there is one; `config` is that of the
+    tokenizer.
 
     Files come before the configuration, as in transformers; a list there names its templates.
     """
@@ -42,7 +44,8 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def render(template: str, tokens: Mapping[str, str], messages: list[dict[str, str]]) -> str:
-    """Return the text of messages up to the start of the answer; raise UserError if the template does not take them.
+    """Return the text of messages up to the start of the answer; raise UserError if the template
+    does not take them.
 
     Args:
         tokens: special tokens by name, such as bos_token, which the template reads.

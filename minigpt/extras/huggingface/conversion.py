@@ -1,7 +1,8 @@
-"""Conversion of Hugging Face's configurations and weights to ours: names, transposed matrices, halves of heads.
+"""Conversion of Hugging Face's configurations and weights to ours: names, transposed matrices,
+halves of heads.
 
-A `Family` describes one class of transformers by two tables: keys of `config.json`, and names of modules. A value in a
-`config.json` that `GPTConfig` cannot express is an error that names it.
+A `Family` describes one class of transformers by two tables: keys of `config.json`, and names of
+modules. A value in a `config.json` that `GPTConfig` cannot express is an error that names it.
 """
 
 import re
@@ -21,21 +22,22 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers; "ours" are names, values and weights of minigpt, "theirs" those of the class."""
+    """A class of transformers; "ours" are names, values and weights of minigpt, "theirs" those of
+    the class.
+    """
 
     architecture: str  # name of the class
     keys: Values  # their configuration key by our name
     implied: Values  # our values that every model of the class has
     defaults: Values  # their values of keys that a config.json may lack
     activations: Mapping[str, str]  # our activation by their name
-    # Their modules by our name, separated by spaces; our weight is the concatenation of theirs. * is the layer number.
+    # Their modules by our name, separated by spaces; our weight is the concatenation of theirs. *
+    # is the layer number.
     modules: Mapping[str, str]
-    required: Values = field(
-        default_factory=dict
-    )  # their values without which the class computes something else
-    aliases: Values = field(
-        default_factory=dict
-    )  # their key by another name of it in a config.json
+    # Their values without which the class computes something else
+    required: Values = field(default_factory=dict)
+    # Their key by another name of it in a config.json
+    aliases: Values = field(default_factory=dict)
     transposed: bool = (
         False  # the matrices of the blocks are stored as (in, out), by transformers' Conv1D
     )
@@ -269,7 +271,9 @@ _OF_TRANSFORMERS = (
 
 
 def read_config(values: Values) -> tuple[GPTConfig, Family]:
-    """Return the architecture of a `config.json` and its class, which may be our own; raise UserError as below."""
+    """Return the architecture of a `config.json` and its class, which may be our own; raise
+    UserError as below.
+    """
     if values.get("model_type") != OWN_TYPE:
         return config_to_ours(values), FAMILIES[values["model_type"]]
     config = GPTConfig.from_dict(
@@ -289,8 +293,8 @@ def config_to_ours(values: Values) -> GPTConfig:
     """Convert the values of a `config.json`.
 
     Raises:
-        UserError: the class is not one of `FAMILIES`, has a value that `GPTConfig` cannot express, or two values of one
-            setting.
+        UserError: the class is not one of `FAMILIES`, has a value that `GPTConfig` cannot express,
+            or two values of one setting.
     """
     require("model_type", values.get("model_type"), *one_of(FAMILIES))
     family = FAMILIES[values["model_type"]]
@@ -305,9 +309,8 @@ def config_to_ours(values: Values) -> GPTConfig:
         "layer_types": {"full_attention"},
         **family.required,
     }
-    if (
-        family.keys.get("bias") == "mlp_bias"
-    ):  # one setting of ours is for the biases of attention and MLP
+    # One setting of ours is for the biases of attention and MLP
+    if family.keys.get("bias") == "mlp_bias":
         required["attention_bias"] = theirs["mlp_bias"]
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
@@ -318,7 +321,9 @@ def config_to_ours(values: Values) -> GPTConfig:
 
 
 def config_to_theirs(config: GPTConfig, model_type: str) -> dict[str, Any]:
-    """Return the values of `config.json` of a class; our values that the class has no key for are left out."""
+    """Return the values of `config.json` of a class; our values that the class has no key for are
+    left out.
+    """
     family = FAMILIES[model_type]
     values = {
         **family.defaults,
@@ -343,7 +348,9 @@ def config_to_theirs(config: GPTConfig, model_type: str) -> dict[str, Any]:
 def weight_to_ours(
     name: str, family: Family, config: GPTConfig, theirs: dict[str, Tensor]
 ) -> Tensor:
-    """Return a weight of ours, in float32, from their tensors, which are removed; raise UserError if one is missing."""
+    """Return a weight of ours, in float32, from their tensors, which are removed; raise UserError
+    if one is missing.
+    """
     names = _tensor_names(name, family)
     if missing := [part for part in names if part not in theirs]:
         raise UserError(f"the weight {missing[0]} is missing")
@@ -377,7 +384,9 @@ def weight_to_theirs(
 
 
 def _rope_values(values: Values) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding as `rope.KEY`; versions of transformers have other places."""
+    """Return the parameters of the rotary embedding as `rope.KEY`; versions of transformers have
+    other places.
+    """
     found: dict[str, Any] = {}
     top = {key: values.get(key) for key in ("rope_theta", "partial_rotary_factor", _LLAMA3[-1])}
     for place in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
@@ -410,9 +419,8 @@ def _tensor_names(name: str, family: Family) -> list[str]:
     block = re.match(r"blocks\.(\d+)\.", name)
     name = name.replace(block[0], "blocks.*.") if block else name
     module, _, leaf = name.rpartition(".")
-    if (
-        name in family.modules
-    ):  # the weights of QK-norm are parameters of ours, and modules of theirs
+    # The weights of QK-norm are parameters of ours, and modules of theirs
+    if name in family.modules:
         module, leaf = name, "weight"
     theirs = family.modules[module].replace("*", block[1] if block else "")
     return [f"{part}.{leaf}" for part in theirs.split()]

@@ -1,8 +1,10 @@
-"""Write a model and its tokenizer as a Hugging Face folder, for transformers and every program that reads its folders.
+"""Write a model and its tokenizer as a Hugging Face folder, for transformers and every program that
+reads its folders.
 
-The class is the one of `FAMILIES` that computes the same. What a class lacks is folded into the weights where that is
-exact, and parameters that a model lacks are zeros (biases) or ones (norms). A model that no class computes gets
-a `modeling_minigpt.py`, which is the code of `minigpt.model.gpt` in one file.
+The class is the one of `FAMILIES` that computes the same. What a class lacks is folded into the
+weights where that is exact, and parameters that a model lacks are zeros (biases) or ones (norms). A
+model that no class computes gets a `modeling_minigpt.py`, which is the code of `minigpt.model.gpt`
+in one file.
 """
 
 import ast
@@ -46,8 +48,8 @@ _SOURCES = (
     *("model/embeddings", "model/gpt"),
     "extras/huggingface/modeling_minigpt",
 )
-# Settings by which a class may differ from a model: our value and that of the class, which has more parameters. They
-# are exported as zeros (biases) or ones (norms), which have no effect.
+# Settings by which a class may differ from a model: our value and that of the class, which has more
+# parameters. They are exported as zeros (biases) or ones (norms), which have no effect.
 _ADDED = {
     "bias": (False, True),
     "qkv_bias": (False, True),
@@ -62,7 +64,8 @@ tags: [minigpt]
 
 # {name}
 
-A {architecture} with {params:,} parameters and a context of {block_size:,} tokens, exported by minigpt.
+A {architecture} with {params:,} parameters and a context of {block_size:,} tokens, exported by
+minigpt.
 {warning}
 ```python
 from transformers import pipeline
@@ -72,7 +75,8 @@ print(generate("ROMEO:")[0]["generated_text"])
 ```
 """
 _WARNING = """
-No class of transformers computes this model: `trust_remote_code=True` executes `modeling_minigpt.py` of this folder.
+No class of transformers computes this model: `trust_remote_code=True` executes
+`modeling_minigpt.py` of this folder.
 Read the file first if you do not trust its author.
 """
 _FIGURES = (  # of summary.json; losses are in nats per token
@@ -122,10 +126,12 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
 
 
 def _generation(pretrained: Pretrained, *, learned: bool) -> dict[str, Any]:
-    """Return the defaults of `generate` and of the pipeline for a model, with which they work for every prompt.
+    """Return the defaults of `generate` and of the pipeline for a model, with which they work for
+    every prompt.
 
     Args:
-        learned: the class has learned positions, and none beyond the block: a prompt that fills it gets one token.
+        learned: the class has learned positions, and none beyond the block: a prompt that fills it
+            gets one token.
     """
     size, tokenizer = pretrained.config.block_size, pretrained.tokenizer
     without_token = [
@@ -141,7 +147,9 @@ def _generation(pretrained: Pretrained, *, learned: bool) -> dict[str, Any]:
 def export_model(
     model: GPT, types: Collection[str] = FAMILIES
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
+    """Return the values of `config.json` and the weights by their names, with one of `types` as the
+    model_type.
+    """
     config, weights = saved_config(model), model.state_dict()
     if config.layer_repeats > 1:  # no class shares weights: every layer has a copy
         config, weights = (
@@ -175,7 +183,8 @@ def export_model(
 def modeling_code() -> str:
     """Return the code of the model as one file, which imports torch and transformers alone."""
     parts = [
-        f'"""The model of this folder: minigpt {minigpt.__version__} in one file, made by its export."""\n'
+        f'"""The model of this folder: minigpt {minigpt.__version__} in one file, made by its '
+        f'export."""\n'
     ]
     for source in _SOURCES:
         text = (Path(minigpt.__file__).parent / f"{source}.py").read_text(encoding="utf-8")
@@ -200,7 +209,8 @@ def modeling_code() -> str:
 def _find_class(
     config: GPTConfig, types: Collection[str]
 ) -> tuple[dict[str, Any], GPTConfig] | None:
-    """Find the class that computes a canonical architecture; return its `config.json` and its architecture.
+    """Find the class that computes a canonical architecture; return its `config.json` and its
+    architecture.
 
     Of several, it is the first of those with the fewest parameters that the model lacks.
     """
@@ -226,7 +236,9 @@ def _find_class(
 
 
 def _canonical(config: GPTConfig) -> GPTConfig:
-    """Return a configuration without null values, and with defaults for values that a class of `FAMILIES` ignores."""
+    """Return a configuration without null values, and with defaults for values that a class of
+    `FAMILIES` ignores.
+    """
     # In every class: none has n-grams or mup.
     unused = [
         "dropout",
@@ -253,7 +265,9 @@ def _canonical(config: GPTConfig) -> GPTConfig:
 def _fold(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[GPTConfig, Mapping[str, Tensor]]:
-    """Fold the factors of mup, and the norm of embeddings that depend on the token alone, into the weights."""
+    """Fold the factors of mup, and the norm of embeddings that depend on the token alone, into the
+    weights.
+    """
     weights = dict(weights)
     if config.parametrization == "mup":
         norms = [name for name in weights if name.startswith("final_norm.")]
@@ -298,7 +312,9 @@ def _their_weights(
 
 
 def _model_card(name: str, architecture: str, params: int, pretrained: Pretrained) -> str:
-    """Return the card of a model, README.md, with the figures and the recipe of its run if it has one."""
+    """Return the card of a model, README.md, with the figures and the recipe of its run if it has
+    one.
+    """
     remote_code = architecture.startswith("MiniGPT")
     card = _CARD.format(
         name=name,

@@ -1,4 +1,6 @@
-"""A model of minigpt as a class of transformers, which the export joins with the code of the model."""
+"""A model of minigpt as a class of transformers, which the export joins with the code of the
+model.
+"""
 
 from dataclasses import fields
 from typing import Any
@@ -31,7 +33,9 @@ class MiniGPTConfig(PretrainedConfig):
 
 
 class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `GPT` that returns logits, and the loss if labels are given. It has no cache of keys and values."""
+    """A `GPT` that returns logits, and the loss if labels are given. It has no cache of keys and
+    values.
+    """
 
     config_class = MiniGPTConfig
     _tied_weights_keys = {"model.lm_head.weight": "model.wte.weight"}
@@ -66,14 +70,16 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting each next label (B, T).
+        """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting each next
+        label (B, T).
 
         Args:
             attention_mask: (B, T), 0 for padding, on the left or on the right.
             labels: -100 is ignored.
-            logits_to_keep: return the logits of this many last positions (0: all), or of these positions.
-            kwargs: position_ids that count the tokens of each row from 0; num_items_in_batch, of the loss; use_cache,
-                which is ignored.
+            logits_to_keep: return the logits of this many last positions (0: all), or of these
+                positions.
+            kwargs: position_ids that count the tokens of each row from 0; num_items_in_batch, of
+                the loss; use_cache, which is ignored.
 
         Raises:
             ValueError: another argument is given, or the mask or the positions are others.
@@ -106,7 +112,8 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         positions = order.argsort(1)
         if (mask.gather(1, order).diff(dim=1) > 0).any():
             raise ValueError(
-                "attention_mask must have zeros on the left and on the right only, got some between ones"
+                "attention_mask must have zeros on the left and on the right only, got some "
+                "between ones"
             )
         if (ids := kwargs.get("position_ids")) is not None and (
             (ids != positions) & (mask != 0)
@@ -128,7 +135,8 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that are no state.
+        """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that
+        are no state.
 
         `generate` also passes what it has for itself: the tokenizer that finds its stop strings.
         """

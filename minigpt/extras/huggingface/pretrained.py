@@ -39,9 +39,8 @@ HUB_FILES = [
     GENERATION,
     *TEMPLATE_FILES,
 ]
-_IGNORED = re.compile(
-    r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$"
-)  # buffers that old versions saved
+# Buffers that old versions saved
+_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 class HuggingFaceModel(Pretrained):
@@ -58,12 +57,15 @@ class HuggingFaceModel(Pretrained):
         return _weight_files(self.path)
 
     def load(self, config: GPTConfig | None = None) -> GPT:
-        """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
+        """Load the model in float32 and evaluation mode, with the block size and dropout of
+        `config`.
+        """
         return load_folder(self.path, config)
 
 
 def find_huggingface(source: str) -> HuggingFaceModel:
-    """Find a folder, or download the files of an id of the Hub; read the configuration and the tokenizer.
+    """Find a folder, or download the files of an id of the Hub; read the configuration and the
+    tokenizer.
 
     Args:
         source: the id may end in `@` and a revision.
@@ -89,10 +91,12 @@ def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
     """Load the model of a Hugging Face folder, in float32 and evaluation mode.
 
     Args:
-        config: a block size that is smaller than that of the folder, and dropout; None: those of the folder, and 0.
+        config: a block size that is smaller than that of the folder, and dropout; None: those of
+            the folder, and 0.
 
     Raises:
-        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES` and of no export.
+        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES` and of no
+            export.
     """
     with explain_errors(f"{folder} cannot be loaded"):
         stored, family = read_config(read_json(Path(folder, CONFIG)))
@@ -110,7 +114,8 @@ def _download(source: str) -> Path:
         or Path(first).exists()
     ):
         raise UserError(
-            f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face"
+            f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of "
+            "Hugging Face"
         )
     hub = import_extra(
         "huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface"
@@ -128,7 +133,9 @@ def _download(source: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index."""
+    """Return the safetensors files of a folder as transformers does: the single one, or else those
+    of the index.
+    """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -153,9 +160,8 @@ def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, 
     theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
     check_size(config, len(theirs), sum(file.stat().st_size for file in files))
     base = family.modules["wte"].partition(".")[0]
-    if not any(
-        name.startswith(f"{base}.") for name in theirs
-    ):  # the model was saved without its head
+    # The model was saved without its head
+    if not any(name.startswith(f"{base}.") for name in theirs):
         theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}
     weights: dict[str, Tensor] = {}
     for name in empty_model(config).state_dict():

@@ -32,29 +32,33 @@ from minigpt.utils.signals import Interrupted
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS, GENERATION = "special_tokens_map.json", "generation_config.json"
 
-# The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
+# The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if
+# it is visible.
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 BYTE_CHARACTERS = dict(zip(_VISIBLE, map(chr, _VISIBLE), strict=True))
 BYTE_CHARACTERS |= {
     byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(_VISIBLE)))
 }
 
-# PATTERNS for Oniguruma, which the package tokenizers uses: there `$` also matches before a line break, and `{1,3}+`
-# repeats. Its classes and its upper and lower case equal those of tiktoken for every code point.
+# PATTERNS for Oniguruma, which the package tokenizers uses: there `$` also matches before a line
+# break, and `{1,3}+` repeats. Its classes and its upper and lower case equal those of tiktoken for
+# every code point.
 ONIGURUMA = {
     name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}")
     for name, pattern in PATTERNS.items()
 }
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _BYTE_LEVEL: Any = {
     "type": "ByteLevel",
     "add_prefix_space": False,
     "trim_offsets": False,
     "use_regex": False,
 }
-_NAMES = [
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-]  # in transformers' order
+# In transformers' order
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _SPECIAL = {
     "single_word": False,
     "lstrip": False,
@@ -65,19 +69,24 @@ _SPECIAL = {
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face, run by their package tokenizers, with the ids of transformers.
+    """A tokenizer.json of Hugging Face, run by their package tokenizers, with the ids of
+    transformers.
 
-    `encode` gives those of the text alone, for training; `prefix`, `parse` and `suffix` together those of a call of
-    their tokenizer: the post-processor adds tokens, and special tokens in the text are these tokens.
+    `encode` gives those of the text alone, for training; `prefix`, `parse` and `suffix` together
+    those of a call of
+    their tokenizer: the post-processor adds tokens, and special tokens in the text are these
+    tokens.
 
-    A dropout of merges, which gives other ids at each call, is removed from it; its truncation and padding are off.
-    Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
-    the decoded text begins with that space. Decoders other than ByteLevel, ByteFallback and Fuse raise UserError.
+    A dropout of merges, which gives other ids at each call, is removed from it; its truncation and
+    padding are off. Ids are decoded one by one. So where the file puts a space before a text and
+    its decoder takes it away (Llama 2), the decoded text begins with that space. Decoders other
+    than ByteLevel, ByteFallback and Fuse raise UserError.
 
     Args:
         content: the text of tokenizer.json.
         separator: id of the end of a text; None if there is none.
-        bos: id that an empty prompt starts from if the post-processor adds none; empty if there is none.
+        bos: id that an empty prompt starts from if the post-processor adds none; empty if there is
+            none.
         ends: ids that end a text too.
         split_special: special tokens in a text are ordinary text in `parse` too.
     """
@@ -100,9 +109,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if values["model"].get("dropout"):  # of merges, at random: an augmentation
                 values["model"]["dropout"] = None
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-            if values["model"].get(
-                "continuing_subword_prefix"
-            ):  # merges with one can abort the process
+            # Merges with one can abort the process
+            if values["model"].get("continuing_subword_prefix"):
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
             self.backend = tokenizers.Tokenizer.from_str(self.json)
             self.backend.no_truncation()
@@ -122,11 +130,11 @@ class HuggingFaceTokenizer(Tokenizer):
             if inside:
                 self.prefix, self.suffix = probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
             self.backend.encode_special_tokens = True  # as ordinary text
-        if self.vocab_size > len(self.token_bytes) + (
-            1 << 16
-        ):  # lists of all ids would not fit in memory
+        # Lists of all ids would not fit in memory
+        if self.vocab_size > len(self.token_bytes) + (1 << 16):
             raise UserError(
-                f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest"
+                f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as "
+                "the largest"
             )
         for i in (separator, *bos, *ends):
             if i is not None and i not in self.token_bytes:
@@ -166,9 +174,8 @@ class HuggingFaceTokenizer(Tokenizer):
             "separator": next(iter(self.separator.tolist()), None),
         }
         options = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
-        return values | (
-            {"options": options} if any(options.values()) else {}
-        )  # without, as in older checkpoints
+        # Without, as in older checkpoints
+        return values | ({"options": options} if any(options.values()) else {})
 
     @property
     def splits_at_cuts(self) -> bool:  # type: ignore[override]
@@ -193,10 +200,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return the function from a token to its bytes that the decoder of a tokenizer.json describes."""
-    parts: list[Any] = (
-        decoder.get("decoders", [decoder]) if decoder else [{"type": None}]
-    )  # joins with spaces
+    """Return the function from a token to its bytes that the decoder of a tokenizer.json
+    describes.
+    """
+    # Joins with spaces
+    parts: list[Any] = decoder.get("decoders", [decoder]) if decoder else [{"type": None}]
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
         byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
@@ -207,7 +215,8 @@ def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
         )
     if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         raise UserError(
-            f"the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got {kinds!s:.80}"
+            "the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got "
+            f"{kinds!s:.80}"
         )
     replaced = [
         (part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"
@@ -246,7 +255,8 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
     file = folder / TOKENIZER
     if not file.is_file():
         raise UserError(
-            f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})"
+            f"{file} is missing; write it with "
+            f"AutoTokenizer.from_pretrained(…).save_pretrained({folder})"
         )
     try:
         tokenizer = HuggingFaceTokenizer(file.read_text(encoding="utf-8"))
@@ -265,11 +275,11 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
             for name, token in config.items()
             if name.endswith("_token")
         }
-        tokens = {
-            name: content for name, content in tokens.items() if content
-        }  # others are undefined in a template
+        # Others are undefined in a template
+        tokens = {name: content for name, content in tokens.items() if content}
         id_of = tokenizer.backend.token_to_id
-        # The tokens of the tokenizer come before the ids of generation, and these before those of the model.
+        # The tokens of the tokenizer come before the ids of generation, and these before those of
+        # the model.
         settings = model | generation
         begins = [id_of(tokens.get("bos_token", "")), settings.get("bos_token_id")]
         tokenizer.bos = [i for i in begins if i in tokenizer.token_bytes][:1]
@@ -290,9 +300,11 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
 def _complete(
     tokenizer: HuggingFaceTokenizer, config: Mapping[str, Any], vocab_size: int | None
 ) -> HuggingFaceTokenizer:
-    """Return a tokenizer with the tokens of tokenizer_config.json that tokenizer.json lacks, as transformers adds them.
+    """Return a tokenizer with the tokens of tokenizer_config.json that tokenizer.json lacks, as
+    transformers adds them.
 
-    Special tokens beyond `vocab_size` are left out; without it, tokens that have no id in tokenizer.json.
+    Special tokens beyond `vocab_size` are left out; without it, tokens that have no id in
+    tokenizer.json.
     """
     tokenizers = import_extra("tokenizers", TOKENIZER, "huggingface")
     backend, limit = tokenizer.backend, vocab_size or math.inf
@@ -328,7 +340,9 @@ def _complete(
 
 
 def _fields(token: Any) -> dict[str, Any]:
-    """Return the content and the flags of a token in a tokenizer_config.json, which may be its content alone."""
+    """Return the content and the flags of a token in a tokenizer_config.json, which may be its
+    content alone.
+    """
     fields = (
         token if isinstance(token, dict) else {"content": token if isinstance(token, str) else ""}
     )
@@ -345,8 +359,8 @@ def encode_chat(
 ) -> list[int]:
     """Return the ids of messages, each with a role and a content, up to the start of the answer.
 
-    Special tokens become their ids, also in a message; the template, which reads `tokens`, writes a start token itself.
-    Raise UserError if the template does not take the messages.
+    Special tokens become their ids, also in a message; the template, which reads `tokens`, writes a
+    start token itself. Raise UserError if the template does not take the messages.
     """
     ids: list[int] = tokenizer.parse(render(template, tokens, messages)).tolist()
     return ids
@@ -362,9 +376,10 @@ def _parsing_tokenizer(content: str) -> HuggingFaceTokenizer:
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name.
 
-    `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and our text for ids;
-    a character without an id is an error in both. A `HuggingFaceTokenizer` is written as it is: with AutoTokenizer it
-    recognizes special tokens and adds those of its post-processor. `eos_token` is its separator.
+    `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and
+    our text for ids; a character without an id is an error in both. A `HuggingFaceTokenizer` is
+    written as it is: with AutoTokenizer it recognizes special tokens and adds those of its
+    post-processor. `eos_token` is its separator.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.separator):
@@ -385,9 +400,11 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
 
 
 def equals_qwen2(tokenizer: Tokenizer) -> bool:
-    """Whether `Qwen2Tokenizer`, which transformers takes for every model of type qwen2, has the steps of a tokenizer.
+    """Whether `Qwen2Tokenizer`, which transformers takes for every model of type qwen2, has the
+    steps of a tokenizer.
 
-    Source: https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen2/tokenization_qwen2.py
+    Source:
+    https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen2/tokenization_qwen2.py
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return False
@@ -408,7 +425,9 @@ def equals_qwen2(tokenizer: Tokenizer) -> bool:
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the lowest id first."""
+    """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the
+    lowest id first.
+    """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json.loads(tokenizer.json)
     if type(tokenizer) not in (CharTokenizer, ByteTokenizer, BPETokenizer):

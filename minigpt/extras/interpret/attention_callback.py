@@ -1,6 +1,7 @@
 """A callback that plots attention maps at every validation.
 
-It runs before the checkpoint is saved, and all ranks compute the maps, because they gather sharded weights together.
+It runs before the checkpoint is saved, and all ranks compute the maps, because they gather sharded
+weights together.
 """
 
 from pathlib import Path
@@ -19,7 +20,8 @@ from minigpt.utils.terminal import unescape
 
 
 class AttentionMaps(Callback):
-    """Plot the attention of every head for one text to `attention/` and Weights & Biases at every validation.
+    """Plot the attention of every head for one text to `attention/` and Weights & Biases at every
+    validation.
 
     Args:
         text: None is the beginning of the validation split.
@@ -39,9 +41,8 @@ class AttentionMaps(Callback):
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]
         ids = corpus.tokens("val") if self.text is None else corpus.tokenizer.encode(self.text)
-        self.tokens = torch.as_tensor(
-            ids[: min(self.max_tokens, block_size)].astype("int64")
-        )  # (T,)
+        # (T,)
+        self.tokens = torch.as_tensor(ids[: min(self.max_tokens, block_size)].astype("int64"))
         self.texts = token_pieces(corpus.tokenizer, self.tokens.tolist())
         self.folder = Path(trainer.default_root_dir) / "attention"
 

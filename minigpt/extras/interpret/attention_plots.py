@@ -43,7 +43,8 @@ def plot_maps(
         path: of the picture; its suffix is its format.
         weights: (L, H, T, T). texts: of the T tokens.
         names: of each head, from `head_names`.
-        layer, head: plot only these, counted from 1. The cells of a single map hold the weights as text if they fit.
+        layer, head: plot only these, counted from 1. The cells of a single map hold the weights as
+            text if they fit.
     """
     L, H, T, _ = weights.shape
     rows, columns = (
@@ -52,7 +53,8 @@ def plot_maps(
     )
     single = len(rows) == len(columns) == 1
     side = 8.0 if single else min(max(2.5, T / 16), 4.0)  # inches per map
-    # All maps are in one axes, which fills the figure, in units of a cell: 64 axes would take twice as long.
+    # All maps are in one axes, which fills the figure, in units of a cell: 64 axes would take twice
+    # as long.
     lefts, tops = (
         [1.03 * T * i for i in range(len(columns))],
         [1.1 * T * i for i in range(len(rows))],
@@ -60,9 +62,8 @@ def plot_maps(
     width, height = lefts[-1] + T, tops[-1] + T
     figure = Figure(figsize=(side * width / T, side * height / T))
     axes = figure.add_axes((0, 0, 1, 1), frame_on=False)
-    maps = weights.masked_fill(
-        torch.ones(T, T, dtype=torch.bool).triu(1), float("nan")
-    )  # the future stays blank
+    # The future stays blank
+    maps = weights.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("nan"))
     norm = PowerNorm(0.5, 0, 1)  # distinguishes small weights
     for (y, i), (x, j) in product(zip(tops, rows, strict=True), zip(lefts, columns, strict=True)):
         left, right, bottom, top = x - 0.5, x + T - 0.5, y + T - 0.5, y - 0.5
@@ -85,9 +86,8 @@ def plot_maps(
         _print_values(axes, maps[rows[0], columns[0]], "{:.2f}", threshold=0.25)
     ticks = range(0, T, math.ceil(T / (LABELS_PER_INCH * side)))
     labels = _labels(texts)[:: ticks.step]
-    fontsize = min(
-        10.0, 0.9 * 72 * side / T * ticks.step
-    )  # points; a label is at most as high as the cells it covers
+    # Points; a label is at most as high as the cells it covers
+    fontsize = min(10.0, 0.9 * 72 * side / T * ticks.step)
     style: Any = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
     axes.set_xticks(
         [x + tick for x in lefts for tick in ticks],
@@ -116,7 +116,9 @@ def plot_maps(
 
 
 def plot_ablation(path: Path, dloss: Tensor, *, loss: float) -> None:
-    """Plot the ablation Δloss of every head: (L, H), and the loss of the intact model, from `head_ablation`."""
+    """Plot the ablation Δloss of every head: (L, H), and the loss of the intact model, from
+    `head_ablation`.
+    """
     L, H = dloss.shape
     figure = Figure(figsize=(max(0.8 * H, 3.5) + 2, 0.8 * L + 1.5), layout="compressed")
     axes = figure.subplots()
@@ -125,14 +127,19 @@ def plot_ablation(path: Path, dloss: Tensor, *, loss: float) -> None:
     _print_values(axes, dloss, "{:+.3f}", threshold=0.6 * limit)
     axes.set_xticks(range(H), map(str, range(1, H + 1)))
     axes.set_yticks(range(L), map(str, range(1, L + 1)))
-    title = f"Increase of the validation loss without one head\nnats per token; {loss:.4f} with all heads"
+    title = (
+        "Increase of the validation loss without one head\n"
+        f"nats per token; {loss:.4f} with all heads"
+    )
     axes.set(xlabel="head", ylabel="layer", title=title)
     figure.colorbar(image, ax=axes)
     _save(figure, path)
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Raise UserError if an output file, given by flag, has an unknown format or cannot be written."""
+    """Raise UserError if an output file, given by flag, has an unknown format or cannot be
+    written.
+    """
     paths = {flag: path for flag, path in outputs.items() if path is not None}
     for flag, path in paths.items():
         require(
@@ -171,7 +178,9 @@ def _labels(texts: Sequence[str]) -> list[str]:
 
 
 def _print_values(axes: Axes, values: Tensor, template: str, *, threshold: float) -> None:
-    """Print each value except NaN in its cell, in white where its magnitude exceeds the threshold."""
+    """Print each value except NaN in its cell, in white where its magnitude exceeds the
+    threshold.
+    """
     for row, column in values.isfinite().nonzero().tolist():
         value = float(values[row, column])
         color = "white" if abs(value) > threshold else "black"

@@ -1,7 +1,9 @@
-"""Attention heads: their weights for a text, statistics of where they attend, and how much the loss depends on them.
+"""Attention heads: their weights for a text, statistics of where they attend, and how much the loss
+depends on them.
 
-Hooks record the weights during an ordinary forward pass, and an ablation runs the model once per head, so both work for
-every `GPTConfig`. Tensors count layers and heads from 0; the printed table counts them from 1.
+Hooks record the weights during an ordinary forward pass, and an ablation runs the model once per
+head, so both work for every `GPTConfig`. Tensors count layers and heads from 0; the printed table
+counts them from 1.
 
 Shapes: L layers, H heads, B batch, T time, D head width.
 """
@@ -24,7 +26,8 @@ from minigpt.utils.errors import UserError
 
 N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
-# 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
+# 15 times the score of uniform attention for 32 repeated tokens; published induction heads score
+# 0.3 to 1.
 INDUCTION_THRESHOLD = 0.3
 MIN_TOKENS_FOR_NAME = (
     8  # in a shorter text, uniform attention also has large weights on the previous token
@@ -32,19 +35,23 @@ MIN_TOKENS_FOR_NAME = (
 
 
 def prompt_tokens(ids: Sequence[int], block_size: int, *, truncate: bool) -> Tensor:
-    """Return the ids (T,) of a prompt to look at, T ≥ 2; `truncate` keeps the last `block_size` of a longer one."""
+    """Return the ids (T,) of a prompt to look at, T ≥ 2; `truncate` keeps the last `block_size` of
+    a longer one.
+    """
     if len(ids) < 2:
         raise UserError(f"--prompt must have at least 2 tokens, got {len(ids)}")
     if len(ids) > block_size and not truncate:
         raise UserError(
-            f"--prompt must have at most block_size={block_size} tokens, got {len(ids)}; set --truncate"
+            f"--prompt must have at most block_size={block_size} tokens, got {len(ids)}; set "
+            "--truncate"
         )
     return torch.tensor(ids[-block_size:])
 
 
 @torch.no_grad()
 def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
-    """Return the attention weights of all heads of some layers, (L, H, T, T), one row per query; float32, on the CPU.
+    """Return the attention weights of all heads of some layers, (L, H, T, T), one row per query;
+    float32, on the CPU.
 
     `tokens` are the ids (T,) of one text, T at most `block_size`.
     """
@@ -54,9 +61,10 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
         if get_ident() == caller and next(layer) in wanted:
+            # (H, T, T)
             weights.append(
                 attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu()
-            )  # (H, T, T)
+            )
 
     with (
         evaluation(model),
@@ -72,9 +80,10 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
 def induction_scores(model: GPT, vocab_size: int) -> Tensor:
     """Return the prefix-matching score of every head, (L, H), which is high for induction heads.
 
-    A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
-    after the previous occurrence of the current token; the score is the mean weight of that token. It is NaN if the
-    block size or the vocabulary is too small for a repeated sequence.
+    A sequence of distinct random tokens is repeated once. In the second copy, an induction head
+    attends to the token after the previous occurrence of the current token; the score is the mean
+    weight of that token. It is NaN if the block size or the vocabulary is too small for a repeated
+    sequence.
 
     Source: Olsson et al., 2022, https://arxiv.org/abs/2209.11895
     """
@@ -91,18 +100,18 @@ def induction_scores(model: GPT, vocab_size: int) -> Tensor:
 
 
 def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
-    """Return statistics of every head, (L, H) each, of weights (L, H, T, T) and the induction scores (L, H).
+    """Return statistics of every head, (L, H) each, of weights (L, H, T, T) and the induction
+    scores (L, H).
 
-    They are means over all queries except the first, which can only attend to itself: of the entropy of the weights
-    (nats), the distance from query to key (tokens), and the weight on the previous token, on the query's own token and
-    on the first token.
+    They are means over all queries except the first, which can only attend to itself: of the
+    entropy of the weights (nats), the distance from query to key (tokens), and the weight on the
+    previous token, on the query's own token and on the first token.
     """
     T = weights.size(-1)
     query = torch.arange(1, T)
     rows = weights[..., 1:, :]  # (L, H, T - 1, T)
-    distance = (query[:, None] - torch.arange(T)).to(
-        rows
-    )  # (T - 1, T); negative where the causal weight is 0
+    # (T - 1, T); negative where the causal weight is 0
+    distance = (query[:, None] - torch.arange(T)).to(rows)
     return {
         "entropy": torch.special.entr(rows).sum(-1).mean(-1),
         "distance": (rows * distance).sum(-1).mean(-1),
@@ -114,7 +123,8 @@ def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
 
 
 def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
-    """Return L lists of H names: "induction", "previous token", "self", "first token", or "" for none of them.
+    """Return L lists of H names: "induction", "previous token", "self", "first token", or "" for
+    none of them.
 
     The table is that of a text of `length` tokens.
     """
@@ -140,11 +150,12 @@ def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) ->
 
 @torch.no_grad()
 def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
-    """Return the increase of the loss without the output of each head, (L, H), and the loss of the intact model.
+    """Return the increase of the loss without the output of each head, (L, H), and the loss of the
+    intact model.
 
     Args:
-        batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored. They are read
-            once per head. Losses are in nats per token.
+        batches: tokens and targets, (B, T) each, on the model's device; negative targets are
+            ignored. They are read once per head. Losses are in nats per token.
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """

@@ -1,4 +1,5 @@
-"""How a model learned: at every snapshot of a run, the losses of kinds of tokens and the scores of its heads.
+"""How a model learned: at every snapshot of a run, the losses of kinds of tokens and the scores of
+its heads.
 
 Shapes: L layers, H heads, B batch, T time.
 """
@@ -33,7 +34,8 @@ MAP_TOKENS = 256  # of the text whose attention is measured
 
 
 def learning_curves(folder: Path) -> list[dict[str, Any]]:
-    """Return the step and the measurements of every snapshot of a run that can be loaded, in the order of steps.
+    """Return the step and the measurements of every snapshot of a run that can be loaded, in the
+    order of steps.
 
     Raises:
         UserError: the validation split is not there.
@@ -51,11 +53,13 @@ def measure(snapshot: Path, version: str) -> dict[str, Any] | None:
     """Measure a model on the first batch of its validation split; None if the file is damaged.
 
     Args:
-        version: of the file, so that a snapshot that is written again or replaced is measured again.
+        version: of the file, so that a snapshot that is written again or replaced is measured
+            again.
 
     Returns:
-        `kinds`, the loss in nats per token by the kinds of tokens that occur; `previous` and `induction`, the scores
-        of heads, L lists of H numbers, or None where the context is too short for them.
+        `kinds`, the loss in nats per token by the kinds of tokens that occur; `previous` and
+        `induction`, the scores of heads, L lists of H numbers, or None where the context is too
+        short for them.
     """
     try:
         model, tokenizer = load_checkpoint(snapshot)
@@ -84,7 +88,9 @@ def measure(snapshot: Path, version: str) -> dict[str, Any] | None:
 
 
 def token_kinds(texts: Sequence[str]) -> list[int]:
-    """Return the index in `KINDS` of each of the successive tokens of a text: that of its first visible character."""
+    """Return the index in `KINDS` of each of the successive tokens of a text: that of its first
+    visible character.
+    """
     text = "".join(texts)
     kinds = [_SPACE if character.isspace() else _OTHER for character in text]
     for word in re.finditer(r"[^\W\d_]+", text):

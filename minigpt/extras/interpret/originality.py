@@ -1,4 +1,5 @@
-"""How much of a text is copied from the training text: new n-grams, and spans that occur in it verbatim.
+"""How much of a text is copied from the training text: new n-grams, and spans that occur in it
+verbatim.
 
 Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
@@ -44,7 +45,8 @@ _DECODED = 1 << 20  # tokens at a time
 
 @dataclass(frozen=True)
 class Index:
-    """A training text with its suffix array: the offsets of its suffixes in their alphabetical order.
+    """A training text with its suffix array: the offsets of its suffixes in their alphabetical
+    order.
 
     Its documents are separated by `BORDER`.
     """
@@ -54,7 +56,9 @@ class Index:
     is_whole: bool  # else only the first `MAX_INDEXED` bytes of the split
 
     def longest_match(self, part: bytes) -> tuple[int, int]:
-        """Return the length and the offset of the longest beginning of `part` that occurs in the text, in bytes."""
+        """Return the length and the offset of the longest beginning of `part` that occurs in the
+        text, in bytes.
+        """
         place = bisect_left(self.suffixes, part, key=lambda at: self.text[at : at + len(part)])
         near = self.suffixes[
             max(0, place - 1) : place + 1
@@ -70,7 +74,9 @@ def _shared(a: bytes, b: bytes) -> int:
 
 
 def build_index(corpus: Corpus) -> Index:
-    """Index the training split of a corpus; the index is kept beside token files that minigpt has written."""
+    """Index the training split of a corpus; the index is kept beside token files that minigpt has
+    written.
+    """
     file, fingerprint = corpus.train.files[0].with_name(INDEX), _fingerprint(corpus)
     kept = _read(file, fingerprint)
     if kept or not corpus.provenance:  # the folder is of another tool
@@ -101,7 +107,9 @@ def _fingerprint(corpus: Corpus) -> bytes:
 
 
 def _read(file: Path, fingerprint: bytes) -> Index | None:
-    """Read a kept index; None if there is none, or it is incomplete, of another text or of an earlier version."""
+    """Read a kept index; None if there is none, or it is incomplete, of another text or of an
+    earlier version.
+    """
     with suppress(OSError), open(file, "rb") as opened:
         n = (file.stat().st_size - 2 * len(fingerprint)) // 5
         if n > 0 and opened.read(len(fingerprint)) == fingerprint:
@@ -132,9 +140,8 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
         if len(text) < limit:
             ids = tokens[begin : begin + _DECODED].tolist()
             text += b"".join([token_bytes.get(i, BORDER) for i in ids])
-    if (
-        end is None and part.documents > 1
-    ):  # between them are line breaks, which are also within them
+    # Between them are line breaks, which are also within them
+    if end is None and part.documents > 1:
         if not len(corpus.tokenizer.separator):
             raise UserError("the tokenizer separates no documents, so none is compared by itself")
         file = part.files[0].with_suffix(STARTS)
@@ -150,13 +157,15 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
 
 
 def originality(index: Index, *texts: str) -> dict[str, Any]:
-    """Compare texts with the training text, each by itself: no n-gram and no match spans two of them.
+    """Compare texts with the training text, each by itself: no n-gram and no match spans two of
+    them.
 
     Returns:
-        `new`, the share of n-grams of characters that the training text lacks, by n as a string; `longest`, the longest
-        match in characters; `spans`, the maximal matches of at least `SPAN` characters: the place of the `sample` among
-        the texts, [start, end) in it, and the text `before` and `after` it in its training document; `whole`, whether
-        all of the training text was searched.
+        `new`, the share of n-grams of characters that the training text lacks, by n as a string;
+        `longest`, the longest match in characters; `spans`, the maximal matches of at least `SPAN`
+        characters: the place of the `sample` among the texts, [start, end) in it, and the text
+        `before` and `after` it in its training document; `whole`, whether all of the training text
+        was searched.
     """
     found: dict[int, list[bool]] = {n: [] for n in NGRAMS}
     longest, spans = 0, list[dict[str, Any]]()
@@ -205,7 +214,9 @@ def compare(checkpoint: Path, *texts: str) -> dict[str, Any]:
 def comparison(
     checkpoint: Path,
 ) -> Callable[[Sequence[str]], tuple[list[dict[str, Any]], str]] | None:
-    """Return a function of texts that returns their `spans` and a table; None, with a warning, without the corpus."""
+    """Return a function of texts that returns their `spans` and a table; None, with a warning,
+    without the corpus.
+    """
 
     def show(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
         found = compare(checkpoint, *texts)
@@ -243,13 +254,15 @@ def final_originality(
     seed: int,
     seconds: float,
 ) -> dict[str, Any] | None:
-    """Draw some text; compare it, the final sample and the validation text with the training text, in `samples.txt`.
+    """Draw some text; compare it, the final sample and the validation text with the training text,
+    in `samples.txt`.
 
     Args:
         characters: at most; fewer if drawing them takes longer than `seconds`.
 
     Returns:
-        By the name of the text, the shares of new n-grams and the longest match; None, with a warning, if that fails.
+        By the name of the text, the shares of new n-grams and the longest match; None, with a
+        warning, if that fails.
     """
     from minigpt.runs.callbacks.samples import draw, only_a_warning  # imports Lightning
 
@@ -259,7 +272,8 @@ def final_originality(
         n_bytes = corpus.train.bytes or corpus.train.tokens * corpus.val.bytes / corpus.val.tokens
         if n_bytes > MAX_INDEXED_AFTER_TRAINING:
             raise RunError(
-                f"the training text has more than 20 MB; compare with {usage('sample')} --originality"
+                f"the training text has more than 20 MB; compare with {usage('sample')} "
+                "--originality"
             )
         index = build_index(corpus)
         # Draw samples until they have enough characters; those that end with a document are short.
@@ -295,7 +309,9 @@ def _figures(compared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validation_texts(corpus: Corpus, characters: int) -> list[str]:
-    """Return the first documents of the validation split, for comparison: people repeat themselves too."""
+    """Return the first documents of the validation split, for comparison: people repeat themselves
+    too.
+    """
     text = read_documents(corpus, "val", 4 * characters)  # bytes: a character has at most 4
     return (
         text.replace(BORDER, "\ufffd".encode())

@@ -1,7 +1,8 @@
-"""The corpus of a checkpoint's run, found by its checksum, also for a run that resumes without its text.
+"""The corpus of a checkpoint's run, found by its checksum, also for a run that resumes without its
+text.
 
-The run config in a checkpoint may come from anyone and name any path, so token files are only read: nothing is
-downloaded, tokenized or written.
+The run config in a checkpoint may come from anyone and name any path, so token files are only read:
+nothing is downloaded, tokenized or written.
 """
 
 from collections.abc import Mapping
@@ -41,10 +42,12 @@ _TEXT = (
 
 
 def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
-    """Return the whole validation split of a checkpoint's run, in the windows that the run validated on.
+    """Return the whole validation split of a checkpoint's run, in the windows that the run
+    validated on.
 
     Raises:
-        UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
+        UserError: the checkpoint has no run config, or the token files of the run are missing or
+            have changed.
     """
     corpus, block_size = find_corpus(checkpoint), model.config.block_size
     corpus.check_length(block_size)
@@ -72,14 +75,14 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
                 return corpus
             raise UserError(
                 f"{data['train_bin']} or {data['val_bin']} has changed since training; "
-                f"restore the token files of the run"
+                "restore the token files of the run"
             )
         folder = Path(data["folder"]) / "tokens"
         if found := _find_prepared(folder, run):
             return found
         raise UserError(
             f"the token files of the run are not in {folder}; "
-            f"start from the folder that training was started in, or prepare them with "
+            "start from the folder that training was started in, or prepare them with "
             f"{usage('prepare')} and the run's data= and tokenizer="
         )
 
@@ -87,14 +90,17 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
 def find_resumed_corpus(
     run: RunConfig, folder: Path | None, missing: UserError
 ) -> token_files.Corpus:
-    """Return the corpus of the run that is resumed, from its token files, if its text cannot be found.
+    """Return the corpus of the run that is resumed, from its token files, if its text cannot be
+    found.
 
     Args:
         folder: of the run.
-        missing: the error of loading the text; it is raised if the text is there, or there is no checkpoint.
+        missing: the error of loading the text; it is raised if the text is there, or there is no
+            checkpoint.
 
     Raises:
-        UserError: there are no token files that are those of the run, or other settings select the text.
+        UserError: there are no token files that are those of the run, or other settings select the
+            text.
     """
     data = run.data
     if data["train_bin"] is not None or _is_found(data):
@@ -121,7 +127,8 @@ def find_resumed_corpus(
         )
         raise UserError(f"{missing}; or restore its token files: {data['folder']}/tokens {problem}")
     warn(
-        f"{str(missing).partition(';')[0]}: resuming on the token files in {found.train.files[0].parent}"
+        f"{str(missing).partition(';')[0]}: resuming on the token files in "
+        f"{found.train.files[0].parent}"
     )
     return found
 
@@ -135,7 +142,9 @@ def _is_found(data: Mapping[str, Any]) -> bool:
 
 
 def _find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
-    """Find the token files of a run, as its checkpoint describes it, among those of `prepare.py`."""
+    """Find the token files of a run, as its checkpoint describes it, among those of
+    `prepare.py`.
+    """
     data, wanted = run["config"]["data"], (run["corpus_sha256"], run["tokenizer"])
     for meta in sorted(folder.glob(f"*/{token_files.META}")):
         with suppress(UserError):  # incomplete or damaged token files

@@ -1,4 +1,6 @@
-"""The callback that keeps the weights of a run at about 24 steps, so that one can watch the model learn."""
+"""The callback that keeps the weights of a run at about 24 steps, so that one can watch the model
+learn.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +21,8 @@ BYTES_PER_PARAMETER = 2  # bfloat16
 
 
 class Snapshots(Callback):
-    """Write the weights, or their averages, in bfloat16 after about `count` steps: 0, 1, 2, 4, …, max_steps.
+    """Write the weights, or their averages, in bfloat16 after about `count` steps: 0, 1, 2, 4, …,
+    max_steps.
 
     Args:
         count: snapshots of a run, at most.
@@ -43,7 +46,9 @@ class Snapshots(Callback):
                 file.unlink()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Copy the weights after a step, on all ranks, because they gather sharded weights; rank 0 writes the copy."""
+        """Copy the weights after a step, on all ranks, because they gather sharded weights; rank 0
+        writes the copy.
+        """
         step = trainer.global_step
         if step not in self.steps or step == self.last_step:  # batches may share a step
             return
@@ -63,9 +68,8 @@ class Snapshots(Callback):
                 for callback in trainer.callbacks
                 if isinstance(callback, ResumeState)
             )
-            copies = {
-                x.data_ptr(): x.to("cpu", torch.bfloat16, copy=True) for x in state.values()
-            }  # of tied, one
+            # Of tied, one
+            copies = {x.data_ptr(): x.to("cpu", torch.bfloat16, copy=True) for x in state.values()}
             content = {
                 **content,
                 "state_dict": {name: copies[x.data_ptr()] for name, x in state.items()},
@@ -82,7 +86,9 @@ class Snapshots(Callback):
 
 
 def log_spaced(last: int, count: int) -> set[int]:
-    """Return 0 and up to `count` - 1 steps from 1 to `last` with evenly spaced logarithms; none for a count below 2."""
+    """Return 0 and up to `count` - 1 steps from 1 to `last` with evenly spaced logarithms; none for
+    a count below 2.
+    """
     return (
         {0, *(round(last ** (1 - i / max(1, count - 2))) for i in range(count - 1))}
         if count > 1

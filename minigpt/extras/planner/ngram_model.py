@@ -1,4 +1,6 @@
-"""What n-grams alone predict: an interpolated n-gram model, counted in a second, says how a text can be modelled."""
+"""What n-grams alone predict: an interpolated n-gram model, counted in a second, says how a text
+can be modelled.
+"""
 
 from typing import Any
 
@@ -14,7 +16,9 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / golden ratio: Fibonacci
 
 
 def evenly_spaced(tokens: Tokens, count: int) -> Array:
-    """Return up to `count` of the tokens, a multiple of 1,000, in pieces from all parts of the text."""
+    """Return up to `count` of the tokens, a multiple of 1,000, in pieces from all parts of the
+    text.
+    """
     if len(tokens) <= count:
         return tokens[: len(tokens)]
     starts = np.linspace(0, len(tokens) - _PIECE, count // _PIECE, dtype=np.int64)
@@ -26,14 +30,16 @@ def ngram_losses(
 ) -> tuple[list[float], list[int]]:
     """Count the n-grams of up to `longest` tokens in `train`, and predict `val` from them.
 
-    The probability of a token after n - 1 others mixes its frequency there with the probability by n - 2 of them:
-    (count + kinds · p) / (total + kinds), where `kinds` is the number of distinct tokens that followed.
+    The probability of a token after n - 1 others mixes its frequency there with the probability by
+    n - 2 of them: (count + kinds · p) / (total + kinds), where `kinds` is the number of distinct
+    tokens that followed.
 
     Args:
         train, val: token ids (N,), with at least `longest` in each.
 
     Returns:
-        By n from 1 to `longest`: the loss on `val` in nats per token, and the number of distinct n-grams in `train`.
+        By n from 1 to `longest`: the loss on `val` in nats per token, and the number of distinct
+            n-grams in `train`.
 
     Source: Witten & Bell, 1991, method C, https://doi.org/10.1109/18.87000
     """
@@ -46,9 +52,8 @@ def ngram_losses(
     for n in range(1, longest + 1):
         keys, counts = np.unique(_keys(before_train, train)[n - 1 :], return_counts=True)
         contexts = keys >> np.uint64(_TOKEN_BITS)
-        starts = np.flatnonzero(
-            np.diff(contexts, prepend=contexts[0] + np.uint64(1))
-        )  # keys are sorted
+        # Keys are sorted
+        starts = np.flatnonzero(np.diff(contexts, prepend=contexts[0] + np.uint64(1)))
         totals, kinds = np.add.reduceat(counts, starts), np.diff(starts, append=len(keys))
         wanted = _keys(before_val, val)
         count = _find(keys, counts, wanted)

@@ -1,7 +1,8 @@
-"""Plan a run for `minutes=`: its size, steps, batch, regularization and rates, from the text, the time and the machine.
+"""Plan a run for `minutes=`: its size, steps, batch, regularization and rates, from the text, the
+time and the machine.
 
-The plan is made of ordinary settings, which are written to the configuration of the run. Its formulas are fits to runs
-on CPUs, which docs/recipes.md shows.
+The plan is made of ordinary settings, which are written to the configuration of the run. Its
+formulas are fits to runs on CPUs, which docs/recipes.md shows.
 """
 
 import re
@@ -57,7 +58,8 @@ SIZES = (
     *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
 )
 LEAST_VAL_BYTES = 1000
-# Settings that the formula of the loss was fitted over, and those that do not change what is trained.
+# Settings that the formula of the loss was fitted over, and those that do not change what is
+# trained.
 FITTED = re.compile(
     r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
     r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
@@ -76,7 +78,8 @@ MEASURING = 0.005  # of the time at most, to measure a size
 COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
 COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
-TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
+# Time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
+TRAINER = 1.05
 OVERHEAD = (
     5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
 )
@@ -100,7 +103,9 @@ class Text:
 def plan_run(
     cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float
 ) -> DictConfig:
-    """Return `cfg` with the plan of the run that resumes, or a new one. Minutes count from `started`."""
+    """Return `cfg` with the plan of the run that resumes, or a new one. Minutes count from
+    `started`.
+    """
     if launcher_sizes():
         raise UserError("minutes plans for one process; set max_steps instead")
     given, file, sweep = (
@@ -136,14 +141,17 @@ def _read_plan(file: Path) -> Any:
 def make_plan(
     cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float
 ) -> dict[str, Any]:
-    """Choose the settings that are not `given`; return them, the expected loss if it is known, and lines about both.
+    """Choose the settings that are not `given`; return them, the expected loss if it is known, and
+    lines about both.
 
     Args:
-        given: keys of settings and config groups that the user chose, such as "model.n_embd" or "optimizer".
+        given: keys of settings and config groups that the user chose, such as "model.n_embd" or
+            "optimizer".
         deadline: `time.perf_counter()` when the run should end.
 
     Raises:
-        UserError: the text is too short to plan for, or the time for a step; or the plan is invalid.
+        UserError: the text is too short to plan for, or the time for a step; or the plan is
+            invalid.
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
@@ -173,7 +181,8 @@ def make_plan(
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
         raise UserError(
-            f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}"
+            f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more "
+            f"minutes{part}"
         )
     # Before the plan is written, which a resumed run reads again.
     load_parts(RunConfig.from_hydra(trial), corpus=corpus)
@@ -222,7 +231,9 @@ def fastest_learner(
 
 
 def read_text(corpus: Corpus) -> Text:
-    """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
+    """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too
+    short.
+    """
     if corpus.val.bytes < LEAST_VAL_BYTES:
         raise UserError(
             f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, "
@@ -238,9 +249,11 @@ def read_text(corpus: Corpus) -> Text:
 
 
 def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
-    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their median time.
+    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their
+    median time.
 
-    The first half does not count, in which memory is allocated, nor does compilation, in the first step.
+    The first half does not count, in which memory is allocated, nor does compilation, in the first
+    step.
     """
     set_up_process()
     accelerator = cfg.trainer.accelerator
@@ -313,7 +326,9 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
 
 
 def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
-    """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows `possible` tokens."""
+    """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows
+    `possible` tokens.
+    """
     longest = min(1024, text.tokens - 1, text.val_tokens - 1)  # a window needs the next token too
     block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), longest))
     per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
@@ -327,9 +342,11 @@ def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
 
 
 def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Settings:
-    """Return repeats of layers, windows and tables; without repeats the time allows training on `possible` tokens.
+    """Return repeats of layers, windows and tables; without repeats the time allows training on
+    `possible` tokens.
 
-    A layer that is used n times is taken for n layers, except that the model does not overfit earlier.
+    A layer that is used n times is taken for n layers, except that the model does not overfit
+    earlier.
     """
     most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
     tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
@@ -342,13 +359,11 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
     most = most_steps(cfg, given, text)
-    whole = (
-        0.3 * step * text.val_tokens / tokens_per_step(cfg)
-    )  # seconds of a validation: a third is forward
+    # Seconds of a validation: a third is forward
+    whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
-    part = min(
-        1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens
-    )  # of the validation split
+    # Of the validation split
+    part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)
     least = 1 if "eval_batches" in given else 2
     validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
     if "eval_batches" not in given:
@@ -380,15 +395,18 @@ def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:
 
 
 def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
-    """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
-    fresh = (
-        2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))
-    )  # repeats: https://arxiv.org/abs/2305.16264
+    """Return the reducible loss: powers of parameters and tokens
+    (https://arxiv.org/abs/2203.15556).
+    """
+    # Repeats: https://arxiv.org/abs/2305.16264
+    fresh = 2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))
     return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
 def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
-    """Return after how many tokens a training begins to overfit, or its steps end; a larger model overfits earlier."""
+    """Return after how many tokens a training begins to overfit, or its steps end; a larger model
+    overfits earlier.
+    """
     tokens = 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
     return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
 
@@ -398,9 +416,8 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
     loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
-    loss *= (
-        max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1
-    )  # learns from more than is counted
+    # Learns from more than is counted
+    loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1
     return loss, 0.15 * loss
 
 
@@ -414,14 +431,18 @@ def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
         for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text))
     )
     return [
-        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms{', compiled' if cfg.compile else ''}",
-        f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
+        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} "
+        f"ms{', compiled' if cfg.compile else ''}",
+        f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits "
+        f"after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
     ]
 
 
 def without(given: set[str], settings: Settings) -> Settings:
-    """Return the settings whose key and config group are not given; a given corpus has the batch size of the plan."""
+    """Return the settings whose key and config group are not given; a given corpus has the batch
+    size of the plan.
+    """
     given = given - {"data"}
     return {
         key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given

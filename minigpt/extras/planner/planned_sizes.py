@@ -1,4 +1,6 @@
-"""Sizes of a model that `minutes=` chooses around those that the user gives. Imports nothing heavy."""
+"""Sizes of a model that `minutes=` chooses around those that the user gives. Imports nothing
+heavy.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,8 @@ HEAD_WIDTH = 32
 
 
 def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return a run configuration with sizes that a plan could choose around the overrides, for checks.
+    """Return a run configuration with sizes that a plan could choose around the overrides, for
+    checks.
 
     Whole numbers in `cfg`, from which the plan is made too, become integers.
 
@@ -33,7 +36,8 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
 
 
 def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int) -> tuple[int, int]:
-    """Return the width and the number of heads of a plan for a width of about `n_embd`, with those that are given.
+    """Return the width and the number of heads of a plan for a width of about `n_embd`, with those
+    that are given.
 
     The heads have an even width, which rotary embedding needs, of 32 if possible.
 

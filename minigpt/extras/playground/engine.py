@@ -1,8 +1,10 @@
-"""Generation for many requests at once: one thread per model that decodes all running requests in one batch.
+"""Generation for many requests at once: one thread per model that decodes all running requests in
+one batch.
 
-Requests join and leave the batch between two steps. A request has its own random generator, so its tokens are those
-of `minigpt.sampling.generation.generate` with its settings and seed, whatever else runs, except for rounding: matrix products
-of another batch size can differ in the last bits of the logits.
+Requests join and leave the batch between two steps. A request has its own random generator, so its
+tokens are those of `minigpt.sampling.generation.generate` with its settings and seed, whatever else
+runs, except for rounding: matrix products of another batch size can differ in the last bits of the
+logits.
 
 Shapes: B running requests, V vocab.
 """
@@ -38,7 +40,8 @@ from minigpt.utils.terminal import log
 
 T = TypeVar("T")
 
-_SEND_SECONDS = 0.03  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
+# Between tokens that are sent: the event loop holds Python's lock, which the steps need too
+_SEND_SECONDS = 0.03
 
 
 class QueueFull(Exception):
@@ -71,22 +74,22 @@ class Token:
     id: int
     logprob: float | None = None  # in nats, before temperature and filters
     rank: int = 0  # number of likelier tokens
-    top: list[tuple[int, float]] = field(
-        default_factory=list
-    )  # the likeliest with log-probabilities, in this order
+    # The likeliest with log-probabilities, in this order
+    top: list[tuple[int, float]] = field(default_factory=list)
     reason: str | None = None  # "stop" or "length" with the last token of a request
     sample: int = 0  # index of its request among those of a stream
     text: str = ""  # the characters that a generated token completes, up to and with a stop string
-    n_held: int = 0  # characters at the end of the sample's text so far that are a stop string or may become one
+    # Characters at the end of the sample's text so far that are a stop string or may become one
+    n_held: int = 0
 
 
 class Engine:
     """Generate for many requests at once. To be built and called in one asyncio event loop.
 
-    Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues the next one. The KV
-    cache grows with the texts and is freed when no request is left. A request waits while the cache could outgrow
-    `max_cache_bytes` with it before it ends. After an exception, each running request takes its step alone, and only
-    those that raise it again end.
+    Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues
+    the next one. The KV cache grows with the texts and is freed when no request is left. A request
+    waits while the cache could outgrow `max_cache_bytes` with it before it ends. After an
+    exception, each running request takes its step alone, and only those that raise it again end.
     """
 
     max_running = 32  # requests that are decoded in one batch
@@ -101,9 +104,10 @@ class Engine:
         self._n_calls = 0
         # Of the thread:
         self._decoder = make_decoder(model)
+        # (V,)
         self._unused = unused_ids(
             tokenizer.token_bytes, model.config.vocab_size, self._decoder.device
-        )  # (V,)
+        )
         self._threads = ThreadBalancer(fixed=self._decoder.device.type != "cpu")
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
@@ -111,15 +115,18 @@ class Engine:
         self._next_send = 0.0
 
     def generate(self, *requests: SampleRequest) -> "TokenStream":
-        """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
+        """Queue requests and return their tokens as they are generated; closing the iterator ends
+        the requests.
 
-        If too many requests wait, or a prompt is invalid or can never be run, QueueFull or UserError is raised at once.
+        If too many requests wait, or a prompt is invalid or can never be run, QueueFull or
+        UserError is raised at once.
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
             if (needed := self._decoder.cache_bytes(1, request.length)) > self.max_cache_bytes:
                 raise UserError(
-                    f"the key-value cache of a sample must be at most {self.max_cache_bytes / 1e6:,.0f} MB, "
+                    "the key-value cache of a sample must be at most "
+                    f"{self.max_cache_bytes / 1e6:,.0f} MB, "
                     f"got {needed / 1e6:,.0f} MB of {request.length:,} tokens; use fewer max_tokens"
                 )
         stream = TokenStream(requests, self)
@@ -129,7 +136,9 @@ class Engine:
         return stream
 
     async def run(self, function: Callable[[GPT], T]) -> T:
-        """Call a function of the model in the engine's thread, between two steps. Raises QueueFull as `generate`."""
+        """Call a function of the model in the engine's thread, between two steps. Raises QueueFull
+        as `generate`.
+        """
         self._check_room(1)
         self._n_calls += 1
         try:
@@ -140,9 +149,11 @@ class Engine:
             self._n_calls -= 1
 
     async def score(self, prompt: list[int], *, n_top: int = 0) -> list[Token]:
-        """Return every token of a prompt, with the log-probability after those before it of all but the first.
+        """Return every token of a prompt, with the log-probability after those before it of all but
+        the first.
 
-        The windows are those of `minigpt.sampling.generation.score`; steps of other requests run between two of them.
+        The windows are those of `minigpt.sampling.generation.score`; steps of other requests run
+        between two of them.
         """
         check_ids(prompt, self.model.config.vocab_size)
         tokens, windows = [Token(prompt[0])], score_windows(self.model, prompt, 1, n_top)
@@ -194,7 +205,8 @@ class Engine:
                 self._step()
                 if change := self._threads.end():
                     log(change)
-        except Exception:  # of the model, such as a lack of memory, which its frames hold until the end of this call
+        # Of the model, such as a lack of memory, which its frames hold until the end of this call
+        except Exception:
             self._thread.submit(self._step_alone)
         if not self._running:
             self._decoder = make_decoder(self.model)  # with an empty cache
@@ -203,7 +215,9 @@ class Engine:
 
     @torch.inference_mode()
     def _step_alone(self) -> None:
-        """End the requests whose step raises an exception alone too; the others take it so, and then join again."""
+        """End the requests whose step raises an exception alone too; the others take it so, and
+        then join again.
+        """
         jobs = [job for job in self._running if not job.ended]
         for job in jobs:
             self._running = [job]
@@ -226,15 +240,16 @@ class Engine:
                 self._running.pop()
 
     def _join(self) -> None:
-        """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal ones once."""
+        """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal
+        ones once.
+        """
         self._waiting = [job for job in self._waiting if not job.ended]
         room, unread = self.max_running - len(self._running), self.model.config.block_size
         for context, group in groupby(self._waiting[:room], lambda job: job.context):
             unread -= len(context)
             jobs = list(group)
-            longest = max(
-                job.request.length for job in self._running + jobs
-            )  # rows of the cache have equal lengths
+            # Rows of the cache have equal lengths
+            longest = max(job.request.length for job in self._running + jobs)
             room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(
                 self._running
             )
@@ -255,9 +270,8 @@ class Engine:
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
         rows: Iterable[Any] = [(token, 0.0, 0, []) for token in tokens.tolist()]
         if n_tops:
-            scored = score_logits(
-                logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops)
-            )  # of NaN: V is drawn
+            # Of NaN: V is drawn
+            scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))
             rows = zip(
                 tokens.tolist(),
                 scored.logprobs.tolist(),
@@ -269,7 +283,9 @@ class Engine:
             self._send([(job.stream, job.append(*token))], at_once=job.ended or job.n_tokens == 1)
 
     def _draw(self, logits: Tensor) -> Tensor:
-        """Draw a token for every running request, (B,), in one batch for each of their sampling settings."""
+        """Draw a token for every running request, (B,), in one batch for each of their sampling
+        settings.
+        """
         tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for sampling in {job.request.sampling for job in self._running}:
             rows = [i for i, job in enumerate(self._running) if job.request.sampling == sampling]
@@ -349,7 +365,9 @@ class _Job:
     def append(
         self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]
     ) -> Token | Exception:
-        """Append a token; return it, or the error if the logits are NaN or infinite, which is token V."""
+        """Append a token; return it, or the error if the logits are NaN or infinite, which is token
+        V.
+        """
         if token == self.config.vocab_size:
             self.ended = True
             return RunError(NON_FINITE)

@@ -1,8 +1,10 @@
-"""Write a model as one HTML page that generates text in a browser, without a server and without a network.
+"""Write a model as one HTML page that generates text in a browser, without a server and without a
+network.
 
-The page holds the style and the scripts of `page/`, the tokenizer, and the weights in base64. The scripts repeat the
-forward pass of `minigpt.model.gpt` and the filters and draws of `minigpt.sampling.filters`. The page makes no request, and its
-content security policy allows only its own style and script.
+The page holds the style and the scripts of `page/`, the tokenizer, and the weights in base64. The
+scripts repeat the forward pass of `minigpt.model.gpt` and the filters and draws of
+`minigpt.sampling.filters`. The page makes no request, and its content security policy allows only
+its own style and script.
 """
 
 import base64
@@ -48,12 +50,15 @@ def export_html(
 
     Args:
         weight_format: one of `BYTES_PER_WEIGHT`. Vectors are float32 in both.
-        history: the losses and samples of its training, from `minigpt.extras.playground.history.read_history`.
-        snapshots: of its run, by step; evenly spaced ones among them, as many as fit into `MAX_PAGE_BYTES`.
+        history: the losses and samples of its training, from
+            `minigpt.extras.playground.history.read_history`.
+        snapshots: of its run, by step; evenly spaced ones among them, as many as fit into
+            `MAX_PAGE_BYTES`.
         learned: their measurements, from `minigpt.extras.interpret.learning`.
 
     Raises:
-        UserError: the weights are too large, or the page lacks the tokenizer or a setting of the model.
+        UserError: the weights are too large, or the page lacks the tokenizer or a setting of the
+            model.
     """
     check_supported(pretrained.config)
     size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
@@ -138,7 +143,9 @@ def render(data: Mapping[str, Any], weights: str = "") -> str:
 
 
 def check_supported(config: GPTConfig) -> None:
-    """Raise UserError for a value that model.js does not compute; a setting that it lacks must have its default."""
+    """Raise UserError for a value that model.js does not compute; a setting that it lacks must have
+    its default.
+    """
     supported = json.loads(_SUPPORTED.findall(_read("model.js"))[0])
     for field in fields(config):
         values = supported.get(field.name, [field.default])
@@ -166,7 +173,9 @@ def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") ->
 
 
 def _modules(name: str, found: dict[str, str]) -> dict[str, str]:
-    """Add the source of a module by its name to those that were found, after the sources that it imports."""
+    """Add the source of a module by its name to those that were found, after the sources that it
+    imports.
+    """
     source = _read(name)
     for imported in _IMPORT.findall(source):
         if imported not in found:
@@ -180,7 +189,9 @@ def _read(name: str) -> str:
 
 
 def _spaced(items: list[int], count: int) -> list[int]:
-    """Return up to `count` evenly spaced items, the first and the last among them; none for a count below two."""
+    """Return up to `count` evenly spaced items, the first and the last among them; none for a count
+    below two.
+    """
     count = min(count, len(items))
     return (
         [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
@@ -197,7 +208,8 @@ def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
         halved = array.ndim > 1 and weight_format == "float16"
         if halved and (largest := abs(array).max()) >= 65504:
             raise UserError(
-                f"--weights must be float32 for {name}, which holds {largest:.3g}, got {weight_format}"
+                f"--weights must be float32 for {name}, which holds {largest:.3g}, got "
+                f"{weight_format}"
             )
         packed.append(array.astype("<f2" if halved else "<f4").tobytes())
     return base64.b64encode(b"".join(packed)).decode("ascii")

@@ -1,4 +1,6 @@
-"""The history of a run for the page: its losses over steps, the samples of its validations, and its status."""
+"""The history of a run for the page: its losses over steps, the samples of its validations, and its
+status.
+"""
 
 import csv
 import re
@@ -14,9 +16,11 @@ _SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*
 
 
 def read_history(folder: Path) -> dict[str, Any] | None:
-    """Return `train_loss` and `val_loss`, lists of [step, loss], and `samples`, a list of step and text.
+    """Return `train_loss` and `val_loss`, lists of [step, loss], and `samples`, a list of step and
+    text.
 
-    Long curves are thinned, and losses that are not finite are left out. None: the folder holds no readable metrics.
+    Long curves are thinned, and losses that are not finite are left out. None: the folder holds no
+    readable metrics.
     """
     try:
         columns = read_metrics(folder / METRICS)
@@ -42,7 +46,9 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
 
 
 def run_status(folder: Path) -> str:
-    """Return "running", or how a run ended, with the reason of a failure; empty if nothing is known."""
+    """Return "running", or how a run ended, with the reason of a failure; empty if nothing is
+    known.
+    """
     if is_locked(folder):
         return "running"
     try:

@@ -1,4 +1,6 @@
-"""What the endpoints share: JSON bodies and their settings, errors, streams, and clients that disconnect."""
+"""What the endpoints share: JSON bodies and their settings, errors, streams, and clients that
+disconnect.
+"""
 
 import asyncio
 import json
@@ -46,7 +48,9 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
-        """Return the error that a client gets; the cause of a failure of the server is printed to its terminal."""
+        """Return the error that a client gets; the cause of a failure of the server is printed to
+        its terminal.
+        """
         match error:
             case ApiError():
                 return error
@@ -109,9 +113,8 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 
     async def endpoint(request: Request) -> Response:
         working = asyncio.create_task(work(await _read_json(request)))
-        disconnect = asyncio.ensure_future(
-            request.receive()
-        )  # after the body, there is no other message
+        # After the body, there is no other message
+        disconnect = asyncio.ensure_future(request.receive())
         disconnect.add_done_callback(lambda _: working.cancel())
         try:
             return await working
@@ -126,7 +129,8 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 def stream(
     tokens: TokenStream, parts: AsyncIterator[str], last: Callable[[ApiError], str], media_type: str
 ) -> StreamingResponse:
-    """Return a response whose parts are sent as they are made of tokens, several at once if their tokens are there.
+    """Return a response whose parts are sent as they are made of tokens, several at once if their
+    tokens are there.
 
     `last` returns the part that ends the response after an error.
     """
@@ -148,7 +152,9 @@ def stream(
 
 
 def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """Return the value or default of every setting; null is the default. Other settings must be empty or zero."""
+    """Return the value or default of every setting; null is the default. Other settings must be
+    empty or zero.
+    """
     for name in body.keys() - settings.keys():
         if body[name]:
             raise ApiError(
@@ -170,7 +176,9 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def sampling(values: Mapping[str, Any]) -> Sampling:
-    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and llama.cpp."""
+    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and
+    llama.cpp.
+    """
     off = {"top_k": max(0, values["top_k"] or 0) or None, "top_p": values["top_p"] or None}
     return Sampling(**{name: values[name] for name in SAMPLING} | off)
 
@@ -203,7 +211,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
 
 
 def _parse_number(text: str) -> float:
-    """Return a whole number as an integer: some clients send all numbers as floats, such as max_tokens 8.0."""
+    """Return a whole number as an integer: some clients send all numbers as floats, such as
+    max_tokens 8.0.
+    """
     number = float(text)
     return as_integer(number) if abs(number) < 1 << 53 else number
 

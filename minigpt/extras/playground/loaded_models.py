@@ -1,4 +1,6 @@
-"""The models that a server offers: their names, and their engines, which are loaded on first use."""
+"""The models that a server offers: their names, and their engines, which are loaded on first
+use.
+"""
 
 import asyncio
 import time
@@ -31,9 +33,11 @@ class LoadError(UserError):
 
 
 def find_models(sources: Sequence[str]) -> dict[str, str]:
-    """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
+    """Return the source of every model by a unique name, that of its run folder; torch is imported
+    for the Hub only.
 
-    Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all runs, the newest first.
+    Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all
+    runs, the newest first.
     Raises UserError if a source does not exist, or there is no run.
     """
     if not sources:
@@ -70,7 +74,8 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
 class Models:
     """Engines by the names of their models. All methods are for one asyncio event loop.
 
-    The name of a run may end in `@` and the step of one of its snapshots. The snapshots of one run are kept at a time.
+    The name of a run may end in `@` and the step of one of its snapshots. The snapshots of one run
+    are kept at a time.
 
     Args:
         sources: the result of `find_models`.
@@ -84,9 +89,8 @@ class Models:
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
-        paths = {
-            name: Path(source) for name, source in self.sources.items()
-        }  # an id of the Hub is relative
+        # An id of the Hub is relative
+        paths = {name: Path(source) for name, source in self.sources.items()}
         return [
             name
             for name, path in paths.items()
@@ -94,27 +98,29 @@ class Models:
         ]
 
     def find(self, name: str) -> tuple[str, int | None]:
-        """Return the name of a model and the step of its snapshot, which is None without one; or raise UnknownModel."""
+        """Return the name of a model and the step of its snapshot, which is None without one; or
+        raise UnknownModel.
+        """
         names, (base, _, step) = self.names(), name.rpartition("@")
         if name in names:
             return name, None
         if base not in names or not step.isdecimal():
             raise UnknownModel(f"the model {name!r} does not exist; GET /v1/models lists all")
-        if step not in map(
-            str, found := find_snapshots(self.sources[base])
-        ):  # int() refuses 4,301 digits
+        # int() refuses 4,301 digits
+        if step not in map(str, found := find_snapshots(self.sources[base])):
             steps = ", ".join(map(str, found)) or "none"
             raise UnknownModel(f"{base} has no snapshot of step {step}; it has those of {steps}")
         return base, int(step)
 
     async def engine(self, name: str) -> "Engine":
-        """Return the engine of a model, loaded on the first call; raise UnknownModel or LoadError."""
+        """Return the engine of a model, loaded on the first call; raise UnknownModel or
+        LoadError.
+        """
         base, step = self.find(name)
         loaded, load = self._loads.get(name, ("", None))
         version = self._version(base, step) or loaded
-        if load is None or (
-            version != loaded and load.done() and not load.result().busy
-        ):  # the run has another one
+        # The run has another one
+        if load is None or (version != loaded and load.done() and not load.result().busy):
             load = asyncio.create_task(self._load(name, base, step))
             self._loads[name] = version, load
         if step is not None:
@@ -127,7 +133,9 @@ class Models:
         await asyncio.gather(*(engine.close() for engine in loaded))
 
     def _version(self, base: str, step: int | None) -> str:
-        """Return the version of the checkpoint of a run; empty for other models, and for a run that is gone."""
+        """Return the version of the checkpoint of a run; empty for other models, and for a run that
+        is gone.
+        """
         source = Path(self.sources[base])
         try:
             return file_version(find_checkpoint(source, step=step)) if source.is_absolute() else ""

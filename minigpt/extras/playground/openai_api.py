@@ -33,7 +33,9 @@ MAX_SAMPLES = 128  # of a request
 
 @dataclass
 class Part:
-    """A part of a sample that can be sent: text, and tokens with their offsets in the text of the sample."""
+    """A part of a sample that can be sent: text, and tokens with their offsets in the text of the
+    sample.
+    """
 
     text: str = ""
     tokens: list[tuple[Token, int]] = field(default_factory=list)
@@ -97,7 +99,8 @@ async def _generate(engine: Engine, values: dict[str, Any], *, chat: bool) -> Re
 def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
     """Return the settings of a request by name.
 
-    Both endpoints have `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`, `include_usage`, `sampling`, and
+    Both endpoints have `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`, `include_usage`,
+    `sampling`, and
     `n_top`: alternatives per token, or None without log-probabilities.
     """
     call = SimpleNamespace(**{"tokenizer": engine.tokenizer, "chat": chat, "echo": False} | values)
@@ -128,9 +131,8 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
         [call.stop] if isinstance(call.stop, str) else call.stop,
         engine.tokenizer.special,
     )
-    in_chat = (
-        chat and engine.tokenizer.encode_chat is not None
-    )  # where any special token ends a turn
+    # Where any special token ends a turn
+    in_chat = chat and engine.tokenizer.encode_chat is not None
     ends = special.values() if in_chat else [special[text] for text in stops if text in special]
     call.stop = (*stops, *ends, *engine.tokenizer.end_ids)
     call.seed = random.getrandbits(32) if call.seed in (None, -1) else call.seed
@@ -142,7 +144,9 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
 async def _read_prompt(
     engine: Engine, call: SimpleNamespace, prompt: Any
 ) -> tuple[list[int], Part]:
-    """Return the ids of a prompt (a text, ids, or messages), and the part with which its samples begin."""
+    """Return the ids of a prompt (a text, ids, or messages), and the part with which its samples
+    begin.
+    """
     ids, begin = prompt, Part(reason=None if call.max_tokens else "length")
     try:
         if (encode_chat := call.tokenizer.encode_chat) and call.chat:
@@ -252,9 +256,8 @@ def _choice(call: SimpleNamespace, index: int, part: Part, *, first: bool = True
 def _completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
     def top(token: Token) -> dict[str, Any] | None:
         listed = [*token.top, (token.id, token.logprob)]  # the token itself is always one of them
-        named = {
-            _name(tokenizer, i): logprob for i, logprob in reversed(listed)
-        }  # the likeliest of equal names
+        # The likeliest of equal names
+        named = {_name(tokenizer, i): logprob for i, logprob in reversed(listed)}
         return None if token.logprob is None else named
 
     return {
@@ -280,7 +283,9 @@ def _chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dic
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text; bytes that are no characters as `bytes:\\xe2`, special tokens as `token_id:5`."""
+    """Return a token as text; bytes that are no characters as `bytes:\\xe2`, special tokens as
+    `token_id:5`.
+    """
     content = tokenizer.decode_bytes([token])
     try:
         return content.decode() or f"token_id:{token}"

@@ -1,4 +1,6 @@
-"""The API that the page uses: texts with the probability of every token, samples, attention, history."""
+"""The API that the page uses: texts with the probability of every token, samples, attention,
+history.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,8 @@ N_TOP = 10  # alternatives of a token
 
 def page_routes(models: Models) -> list[Route]:
     """Return the routes of the API."""
-    # One index is built at a time, and a request that waits for it takes no thread of other endpoints.
+    # One index is built at a time, and a request that waits for it takes no thread of other
+    # endpoints.
     comparing = ThreadPoolExecutor(1, "originality")
 
     async def description(request: Request) -> Response:
@@ -71,7 +74,9 @@ def page_routes(models: Models) -> list[Route]:
 
 
 def _history(folder: Path) -> dict[str, Any]:
-    """Return what is known of a run, which may be training: its curves, its samples, its snapshots, its status."""
+    """Return what is known of a run, which may be training: its curves, its samples, its snapshots,
+    its status.
+    """
     return {
         **(read_history(folder) or {}),
         "steps": list(find_snapshots(folder)),
@@ -125,7 +130,9 @@ def _line(content: object) -> str:
 
 
 async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
-    """Return the weights (T, T) of one head, or their mean over the heads, as float32 in little-endian order."""
+    """Return the weights (T, T) of one head, or their mean over the heads, as float32 in
+    little-endian order.
+    """
     config, layer, head = engine.model.config, values["layer"], values["head"]
     require("layer", layer, *integer(0, config.n_layer - 1))
     require("head", head, *or_null(integer(0, config.n_head - 1)))
@@ -141,7 +148,9 @@ async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
 
 
 def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
-    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
+    """Return a token for the page, with the characters that it completes and the most likely
+    alternatives.
+    """
     top = [
         {"id": i, "text": engine.tokenizer.decode([i]), "logprob": value} for i, value in token.top
     ]

@@ -1,4 +1,6 @@
-"""The HTTP application and the checks of every request before it; its socket, and its end on Ctrl-C."""
+"""The HTTP application and the checks of every request before it; its socket, and its end on
+Ctrl-C.
+"""
 
 import ipaddress
 import logging
@@ -27,12 +29,14 @@ from minigpt.extras.playground.openai_api import api_routes
 from minigpt.extras.playground.page_api import page_routes
 from minigpt.utils.errors import UserError
 
-# Origins of extensions of the browser and of apps, which the user installed; no web site can have one.
+# Origins of extensions of the browser and of apps, which the user installed; no web site can have
+# one.
 _INSTALLED = re.compile(
     r"(chrome-extension|moz-extension|safari-web-extension|app|tauri|capacitor|vscode-webview|vscode-file)://[^/\s]+"
 )
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -54,9 +58,8 @@ def create_app(
         return json_response({"status": "ok"})
 
     async def to_response(request: Request, error: Exception) -> Response:
-        if (
-            isinstance(error, HTTPException) and "endpoint" not in request.scope
-        ):  # no route, and no file of the page
+        # No route, and no file of the page
+        if isinstance(error, HTTPException) and "endpoint" not in request.scope:
             error = not_found(request.method, request.scope["path"])
         return ApiError.of(error).response()
 
@@ -97,8 +100,8 @@ def not_found(method: str, path: str) -> ApiError:
 def check_request(scope: Scope, *, host: str, key: str | None, origins: Collection[str]) -> None:
     """Raise ApiError for a request of another web site, or without the key.
 
-    A web site can send requests to servers of the computer on which it is read. They have its Origin; after DNS
-    rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
+    A web site can send requests to servers of the computer on which it is read. They have its
+    Origin; after DNS rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
     Extensions of the browser and apps may use the server.
 
     Args:
@@ -147,7 +150,9 @@ def _is_address(name: str) -> bool:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open the socket of a server, so that connections wait until it runs; raise UserError if that fails."""
+    """Open the socket of a server, so that connections wait until it runs; raise UserError if that
+    fails.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.create_server((str(address[0]), port), family=family)
@@ -157,14 +162,14 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise UserError(
             f"--host {host} --port {port} cannot be opened ({reason}); {advice}"
         ) from error
-    opened.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # else a response waits 40 ms between head and body
+    # Else a response waits 40 ms between head and body
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return opened
 
 
 def new_server(app: ASGIApp, *, access_log: bool) -> uvicorn.Server:
-    """Return a server: `run(sockets=[…])` ends with Ctrl-C or SIGTERM; requests then have a second to finish.
+    """Return a server: `run(sockets=[…])` ends with Ctrl-C or SIGTERM; requests then have a second
+    to finish.
 
     The access log on stdout has a line per request, without its text and key.
     """
@@ -179,7 +184,6 @@ def new_server(app: ASGIApp, *, access_log: bool) -> uvicorn.Server:
     )
     log = logging.getLogger("uvicorn.error")
     log.setLevel("ERROR")
-    log.addFilter(
-        lambda record: record.msg.startswith("Cancel")
-    )  # the application prints its errors
+    # The application prints its errors
+    log.addFilter(lambda record: record.msg.startswith("Cancel"))
     return uvicorn.Server(config)

@@ -115,16 +115,15 @@ def test_parts_that_an_export_lacks_are_refused(monkeypatch):
     with pytest.raises(UserError, match="cannot describe a Lowercase"):
         tokenizer_files(Lowercase())
     with monkeypatch.context() as patch:
-        patch.setattr(f"{package}._SOURCES", ["config", "model"])
+        patch.setattr(f"{package}._SOURCES", ["model/config", "model/gpt"])
         with pytest.raises(
             UserError, match=r"imports minigpt\.utils\.checks, which is not in _SOURCES"
         ):
             modeling_code()
     model = random_model(ngram=2)
     model.register_buffer("slopes", torch.ones(2), persistent=False)
-    monkeypatch.setattr(
-        f"{package}.saved_config", lambda model: model.config
-    )  # as if every model had it
+    # As if every model had it
+    monkeypatch.setattr(f"{package}.saved_config", lambda model: model.config)
     with pytest.raises(UserError, match="does not compute slopes"):
         export_model(model)
 

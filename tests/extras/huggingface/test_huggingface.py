@@ -93,9 +93,8 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     content = index.read_text(encoding="utf-8")
     index.write_text(content.replace("-00001", "-00099"), encoding="utf-8")
     check_refused(tmp_path, "No such file or directory: ", "model-00099-of-")
-    index.write_text(
-        content, encoding="utf-8"
-    )  # which transformers leaves behind when it saves one file over shards
+    # Which transformers leaves behind when it saves one file over shards
+    index.write_text(content, encoding="utf-8")
     other.save_pretrained(tmp_path)
     check_logits(tmp_path, other)
     for file in [index, *tmp_path.glob("*.safetensors")]:
@@ -106,9 +105,8 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
 
 
 def test_a_model_saved_without_its_head_is_read(tmp_path):
-    theirs = random_model(
-        "GPT2"
-    )  # on the Hub, its weights have names without `transformer.`, and no head
+    # On the Hub, its weights have names without `transformer.`, and no head
+    theirs = random_model("GPT2")
     theirs.transformer.save_pretrained(tmp_path)
     check_logits(tmp_path, theirs)
 

@@ -49,10 +49,9 @@ def texts(count, seed=0):
 
 @cache
 def corpus():
-    code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/*.py"))]
-    return code + [
-        text for text in texts(1000) if "<" not in text
-    ]  # no special token becomes a token of its text
+    code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/model/*.py"))]
+    # No special token becomes a token of its text
+    return code + [text for text in texts(1000) if "<" not in text]
 
 
 @cache
@@ -102,9 +101,8 @@ def test_every_character_is_split_as_by_tiktoken(name):
     ours, encoding = encoding_of(name)
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
-        step = (
-            16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1
-        )  # ideographs, syllables, private use
+        # Ideographs, syllables, private use
+        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1
         characters = [
             chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000
         ]
@@ -413,9 +411,8 @@ def test_the_ids_of_a_prompt_and_of_a_scored_text_are_those_of_transformers(tmp_
         special = ["a</s>", "<s>a </s> b<unk>", "x<|im_start|>y", "<a> <pad>zu<think>"]
         for text in ["a", " a", *special, *texts(60, seed=3)]:
             ids = theirs(text).input_ids
-            assert (
-                encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]
-            )  # which goes on
+            # Which goes on
+            assert encode_prompt(ours, text).tolist() == ids[: len(ids) - len(after)]
             assert [*ours.prefix, *ours.parse(text).tolist(), *ours.suffix] == ids
             assert (
                 ours.encode(text).tolist()
@@ -497,9 +494,8 @@ def test_special_tokens_without_an_embedding_are_left_out(tmp_path):
         *ours.separator,
     ]
     theirs.add_tokens(["word"])  # in any text
-    assert (
-        load_tokenizer(write_folder(folder, theirs.to_str()), 1500).vocab_size > 1500
-    )  # which is refused
+    # Which is refused
+    assert load_tokenizer(write_folder(folder, theirs.to_str()), 1500).vocab_size > 1500
 
 
 def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):

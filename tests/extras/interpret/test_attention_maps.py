@@ -23,9 +23,8 @@ TOKENIZER = CharTokenizer("\n :EMORWaght")
 
 
 def svg_texts(path: Path) -> list[str]:
-    return re.findall(
-        r"<!-- (.*?) -->", path.read_text(encoding="utf-8")
-    )  # beside paths of their letters
+    # Beside paths of their letters
+    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
 
 
 def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path):
@@ -64,9 +63,8 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path):
         f"layer {n} · head {m}" for n in (1, 2) for m in (1, 2)
     ]
     assert shown.count("induction") == 1
-    assert (
-        svg_texts(tmp_path / "b.svg").count("0.33") == 3
-    )  # the weights in the third row of uniform attention
+    # The weights in the third row of uniform attention
+    assert svg_texts(tmp_path / "b.svg").count("0.33") == 3
 
 
 def test_a_plot_with_fewer_labels_than_tokens_says_so(tmp_path):
@@ -120,9 +118,10 @@ def test_a_folder_of_hugging_face_is_analyzed_as_it_is_sampled_from(call, gpt2_f
 
 def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
     trained = train(folder=tmp_path / "runs" / "first")
+    # The newest run
     result = call(
         "attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg"
-    )  # the newest run
+    )
     heads = result.stdout.splitlines()[-4:]
 
     # The loss with all heads is the validation loss of the run.

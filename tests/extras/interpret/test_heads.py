@@ -58,7 +58,8 @@ def test_heads_get_the_name_of_the_position_that_they_attend_to():
 
 
 def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
-    # The first layer copies the previous token, the second attends to the copies of the current token.
+    # The first layer copies the previous token, the second attends to the copies of the current
+    # token.
     V, T = 10, 16
     token, place, copied = slice(0, V), slice(V, V + T), slice(V + T, 2 * V + T)
     C = 2 * V + T
@@ -92,9 +93,8 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
 def test_ablating_a_head_equals_silencing_it(settings):
     model = small_model(**settings)
     rows = torch.randint(23, (5, 17))
-    dloss, loss = heads.head_ablation(
-        model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)]
-    )  # 2, 2 and 1
+    # 2, 2 and 1
+    dloss, loss = heads.head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])
     rounded = rounding(loss, terms=terms_of(model.config))
     assert loss == pytest.approx(model(rows[:, :-1], rows[:, 1:]).item(), abs=rounded)
     for layer, head in product(range(3), range(2)):

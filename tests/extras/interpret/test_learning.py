@@ -17,9 +17,8 @@ def test_kinds_of_tokens():
     def kinds(texts):
         return "".join("fisco"[kind] for kind in token_kinds(texts))
 
-    assert (
-        kinds("\nROMEO: O it's") == "scccccosfsfiof"
-    )  # "O" alone is a word like others; "it's" is two words
+    # "O" alone is a word like others; "it's" is two words
+    assert kinds("\nROMEO: O it's") == "scccccosfsfiof"
     assert kinds(["The", " qu", "ick", "  ", "ROM", "EO", "", "99"]) == "ffisccoo"
 
 

@@ -345,9 +345,8 @@ def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
     run = train("originality=500", "callbacks.samples.max_new_tokens=20", "model.vocab_size=512")
-    assert "\ufffd" not in (run.folder / "samples.txt").read_text(
-        encoding="utf-8"
-    )  # ids that are no characters
+    # Ids that are no characters
+    assert "\ufffd" not in (run.folder / "samples.txt").read_text(encoding="utf-8")
     summary = run.summary["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
     assert 0 <= summary["generated_text"]["new"]["5"] <= summary["generated_text"]["new"]["10"] <= 1

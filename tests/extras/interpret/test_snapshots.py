@@ -58,9 +58,8 @@ def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train, 
         file = f"checkpoints/step-{step}.safetensors"
         assert equal(files[step], folder / file)  # the averages
         kept, plain = (read(one / file)["state_dict"] for one in (folder, without))
-        assert all(
-            torch.equal(kept[name], plain[name]) for name in kept
-        )  # snapshots change no training
+        # Snapshots change no training
+        assert all(torch.equal(kept[name], plain[name]) for name in kept)
     assert not equal(files[17], files[20])
     assert not find_snapshots(without)
     with pytest.raises(UserError, match="has no snapshot of step 11; it has those of 0, 1, 2, 3"):

@@ -126,9 +126,8 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     minigpt.train([*short, *groups, *numbers, f"hydra.run.dir={tmp_path}/plain"])
     for name in ("train_loss", "val_loss"):
         assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
-    minigpt.train(
-        [*command, "resume=auto", "max_steps=21", "ema_decay=0.5"]
-    )  # which the plan had chosen
+    # Which the plan had chosen
+    minigpt.train([*command, "resume=auto", "max_steps=21", "ema_decay=0.5"])
     assert (tmp_path / "planned/plan.json").read_text(encoding="utf-8") == before
     assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
     (tmp_path / "planned/plan.json").write_text(before[:-9], encoding="utf-8")
@@ -235,9 +234,8 @@ def test_a_long_run_is_compiled_if_that_is_faster(plan):
     most, milliseconds = re.search(
         r"; ([\d,]+) steps of ([\d.]+) ms", plan(*fixed, seconds=600)["lines"][0]
     ).groups()
-    speed = (
-        1e10 * int(most.replace(",", "")) * float(milliseconds) / 1000 / 720
-    )  # all steps would take 720 s
+    # All steps would take 720 s
+    speed = 1e10 * int(most.replace(",", "")) * float(milliseconds) / 1000 / 720
     assert (
         plan(*fixed, compiled=1.5, seconds=600, flops_per_second=speed)["settings"]["compile"]
         is True
@@ -329,9 +327,8 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training(cfg)
 
     assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
     assert expected(1000) > expected(2000) > expected(4000)
-    assert expected(4000, tokens=10_000_000) < 0.95 * expected(
-        4000, tokens=1_000_000
-    )  # learns from more of it
+    # Learns from more of it
+    assert expected(4000, tokens=10_000_000) < 0.95 * expected(4000, tokens=1_000_000)
     assert expected(10**9) == expected(10**8)  # more steps overfit
     shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
     deep, cfg.model.layer_repeats = expected(), 2
@@ -355,9 +352,8 @@ def test_a_text_sets_its_ngrams_windows_and_regularization(cfg):
         (10**6, 10**8),
     )  # tokens of the text, and of the training
     rows = [windows(a_text(tokens=n), trained)["model.ngram_buckets"] for n, trained in texts]
-    assert (
-        rows[0] == rows[1] == rows[3] < rows[2]
-    )  # the tables hold the n-grams that the training reads
+    # The tables hold the n-grams that the training reads
+    assert rows[0] == rows[1] == rows[3] < rows[2]
     blocks = [windows(a_text(), tokens)["model.block_size"] for tokens in (1e5, 1e6, 1e7, 1e8)]
     assert blocks == [128, 128, 512, 1024]
     assert windows(a_text(val_tokens=40), 1e7)["model.block_size"] == 32
@@ -365,9 +361,8 @@ def test_a_text_sets_its_ngrams_windows_and_regularization(cfg):
     assert 1e5 / short["data.batch_size"] / short["model.block_size"] == pytest.approx(
         150, rel=0.05
     )
-    assert (
-        windows(a_text(), 1e5)["data.batch_size"] == 16
-    )  # unless the steps are given, and the time allows more
+    # Unless the steps are given, and the time allows more
+    assert windows(a_text(), 1e5)["data.batch_size"] == 16
 
 
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])

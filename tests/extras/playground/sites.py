@@ -16,9 +16,8 @@ from minigpt.extras.playground.export_html import export_html
 from minigpt.sampling.generation import score
 
 CHARACTERS = CharTokenizer("\n" + "".join(map(chr, range(32, 127))))
-SHIFTED = CharTokenizer(
-    "\t\n" + "".join(map(chr, range(32, 126)))
-)  # with other ids, and without the tilde
+# With other ids, and without the tilde
+SHIFTED = CharTokenizer("\t\n" + "".join(map(chr, range(32, 126))))
 PROMPT = "To be, or not to be"
 
 

@@ -86,9 +86,8 @@ def test_the_texts_of_tokens_are_the_characters_that_they_complete(
     cut = list("é😀".encode())[:-1]
     assert [token["text"] for token in run(SCORE, cut)] == ["", "é", "", "", "\ufffd"]
     assert all(other["text"] for token in run(SCORE, "abc")[1:] for other in token["top"])
-    rest = run(
-        SAMPLE, cut, {**DEFAULTS, "max_tokens": 50, "temperature": 3}
-    )  # the first may complete the character
+    # The first may complete the character
+    rest = run(SAMPLE, cut, {**DEFAULTS, "max_tokens": 50, "temperature": 3})
     decoded = bytes([*cut, *(token["id"] for token in rest)]).decode(errors="replace")
     assert "é" + "".join(token["text"] for token in rest) == decoded
 

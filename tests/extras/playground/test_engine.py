@@ -99,9 +99,8 @@ def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -
         return
     logprobs, terms = torch.tensor([token.logprob for token in found]), terms_of(model.config)
     assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms)
-    if (
-        len(request.prompt) + len(found) <= model.config.block_size
-    ):  # else the windows of `score` are others
+    # Else the windows of `score` are others
+    if len(request.prompt) + len(found) <= model.config.block_size:
         rated = score(model, sample.tokens, request.prompt, n_top=request.n_top)
         assert [token.rank for token in found] == rated.ranks.tolist()
         for token, top in zip(found, rated.top, strict=True):
@@ -278,7 +277,8 @@ ENGINE, FAST = (
     "minigpt.extras.playground.engine.",
     "minigpt.sampling.fast.fast_decoder.FastDecoder.",
 )
-# What raises, when, and the request for which it does. Token 23 is in no other, because it is never drawn.
+# What raises, when, and the request for which it does. Token 23 is in no other, because it is never
+# drawn.
 FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
     "hook": ("", lambda module, args, x: 23 in args[0], {"prompt": [4, 23]}),
     "step": (FAST + "step", lambda decoder, tokens: 23 in tokens, {"prompt": [4, 23]}),
@@ -427,9 +427,8 @@ def test_no_value_of_a_setting_ends_a_request():
 def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(
-        "minigpt.extras.playground.engine._SEND_SECONDS", 0
-    )  # else all steps may be sent together, at the end
+    # Else all steps may be sent together, at the end
+    monkeypatch.setattr("minigpt.extras.playground.engine._SEND_SECONDS", 0)
     model, text = (
         make(),
         torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist(),

@@ -25,9 +25,10 @@ def test_the_history_of_a_run_has_its_losses_and_samples(finished):
 
 def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
     rows = [f"{step},{'nan' if step == 7 else 1 / step}" for step in range(1, 12_346)]
+    # A killed run
     (tmp_path / "metrics.csv").write_text(
         "step,train_loss\n" + "\n".join(rows) + "\n123", encoding="utf-8"
-    )  # a killed run
+    )
     history = read_history(tmp_path)
     assert history is not None
     curve = history["train_loss"]

@@ -147,9 +147,8 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name, open_page, tmp_path):
     encoded = run(encode, json.dumps(texts))  # JSON in ASCII can contain lone surrogates
     assert encoded == [tokenizer.encode(text).tolist() for text in texts]
     rng = random.Random(1)
-    ids = encoded + [
-        rng.choices(range(tokenizer.vocab_size + 1), k=20) for _ in range(300)
-    ]  # with invalid UTF-8
+    # With invalid UTF-8
+    ids = encoded + [rng.choices(range(tokenizer.vocab_size + 1), k=20) for _ in range(300)]
     assert run("return arguments[0].map(ids => backend.tokenizer.decode(ids))", ids) == [
         tokenizer.decode(tokens) for tokens in ids
     ]

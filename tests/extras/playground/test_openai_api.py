@@ -296,9 +296,8 @@ def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(
             ]
             assert [token["id"] for token in scored] == (ids if text else [])
             assert "".join(token["text"] for token in scored) == text
-        read = theirs.apply_chat_template(HELLO, add_generation_prompt=True)[
-            "input_ids"
-        ]  # which adds none
+        # Which adds none
+        read = theirs.apply_chat_template(HELLO, add_generation_prompt=True)["input_ids"]
         answer = post(http, CHAT, model="started", messages=HELLO, max_tokens=1).json()
         assert answer["usage"]["prompt_tokens"] == len(read)
 

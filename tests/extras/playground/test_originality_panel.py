@@ -74,9 +74,8 @@ def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
         wait_until(lambda: figures(reader) == expected)
         (hint,) = texts(reader, "#originality .context")
         reader.hover(reader.tokens()[span["start"] + 10])
-        before, part, after = texts(
-            reader, "#originality .context > *"
-        )  # where it stands in the training text
+        # Where it stands in the training text
+        before, part, after = texts(reader, "#originality .context > *")
         assert part == reader.text[span["start"] : span["end"]]
         assert before.removeprefix("… ") + part + after.removesuffix(" …") in index.text.decode()
         reader.hover(reader.tokens()[len(reader.text) - 1])  # is not underlined

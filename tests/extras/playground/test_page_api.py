@@ -244,9 +244,8 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
             save_checkpoint(best, ByteTokenizer(), run / BEST)
             assert_scored_by(best, http, "new")
             newer = (run / BEST).stat()
-            shutil.copy2(
-                snapshot_path(run, 0), run / BEST
-            )  # as cp -p does: an older file, in place
+            # As cp -p does: an older file, in place
+            shutil.copy2(snapshot_path(run, 0), run / BEST)
             assert (run / BEST).stat().st_mtime_ns < newer.st_mtime_ns
             assert_scored_by(first, http, "new")
             save_checkpoint(best, ByteTokenizer(), tmp_path / "best")

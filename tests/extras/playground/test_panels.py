@@ -19,7 +19,8 @@ DARK = [
     "a78dff",
     "efe9ff",
 ]  # stops of the colors of attention weights
-# Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in milliseconds.
+# Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in
+# milliseconds.
 RECORD = """
 const attention = backend.attention;
 [globalThis.calls, globalThis.delays, globalThis.drawn] = [[], [], 0];
@@ -115,9 +116,8 @@ def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader
         assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
     assert (requests(panel), panel.run("return drawn")) == (known, drawn)
     contexts = {row[3]: row[1] for row in panel.attended()}
-    assert (
-        contexts["itself"] == "      To be, or not"
-    )  # ten characters before the token, nine after it
+    # Ten characters before the token, nine after it
+    assert contexts["itself"] == "      To be, or not"
 
 
 def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> None:

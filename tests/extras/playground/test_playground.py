@@ -79,9 +79,8 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     written = continuation(MODELS["small"], PROMPT[:-3], 30)
     assert reader.text == written
     reader.find("#text").send_keys("é")
-    wait_until(
-        lambda: "é" in reader.find("#status").text
-    )  # an error that names the unknown character
+    # An error that names the unknown character
+    wait_until(lambda: "é" in reader.find("#status").text)
     reader.find("#generate").click()
     wait_until(
         lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text
@@ -89,7 +88,8 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     assert reader.text == f"{written}é"
 
 
-# Instead of the model, `next` continues the ids of a prompt, which are in `asked`. Pauses are short.
+# Instead of the model, `next` continues the ids of a prompt, which are in `asked`. Pauses are
+# short.
 STUB = """
     const {setTimeout} = window;
     window.setTimeout = (call, ms = 0, ...given) => setTimeout(call, ms / 20, ...given);
@@ -155,15 +155,13 @@ def test_a_cursor_within_a_character_is_at_its_border(
         units = text.encode("utf-16-le")
         for cursor in range(len(units) // 2 + 1):
             write_at(reader, text, cursor)
-            before = units[: 2 * cursor].decode(
-                "utf-16-le", errors="ignore"
-            )  # without half a character
+            # Without half a character
+            before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")
             assert asked(reader) == tokenizer.encode(before).tolist()
         # A text that was generated ends within a character.
         a, ends = ord("a"), [[[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [[0xC3, ""]]]
-        ends += (
-            [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []
-        )  # stopped before the last one
+        # Stopped before the last one
+        ends += [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []
         for end in ends:
             write_at(reader, "a", 1)
             reader.run("next = arguments[0]", end)
@@ -188,9 +186,10 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
     reader = at_server
     wait_until(reader.losses)
     place = reader.find("#generate").location
+    # As at first
     reader.run(
         "for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()"
-    )  # as at first
+    )
     assert reader.find("#generate").location == place  # a click would miss a button that moves
     for stop in ("button", "key"):
         length = len(reader.text)

@@ -242,7 +242,8 @@ def test_the_page_follows_a_run_until_it_fails_also_past_an_outage_of_its_server
     ] == []
 
 
-# Pauses take a hundredth of their time; `waiting` holds those that have not ended, `places` what the output showed.
+# Pauses take a hundredth of their time; `waiting` holds those that have not ended, `places` what
+# the output showed.
 HURRIED = """
     const {setTimeout, clearTimeout} = window, output = document.querySelector("#time output");
     Object.assign(window, {waiting: new Set(), most: 0, places: []});

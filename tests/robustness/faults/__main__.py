@@ -6,9 +6,8 @@ MINIGPT_FAULTS_TRAINER=gpu runs it on a CUDA GPU.
 import argparse
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the same number of threads in every run, for bitwise equality
+# The same number of threads in every run, for bitwise equality
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import platform
 import shutil
@@ -54,9 +53,8 @@ def main() -> None:
         )
     if options.quick:
         chosen = [fault for fault in chosen if fault.suite != "none"]
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # background processes inherit an ignored SIGINT
+    # Background processes inherit an ignored SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     shared()  # before the threads of trials, which share it
     rows = []
     for fault in chosen:

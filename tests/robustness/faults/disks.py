@@ -151,9 +151,8 @@ def no_home(workdir: Path, rng: Random) -> None:
         }
         run = Run(workdir / "run", cold_start=True, env=env)
         run.end()
-        assert "Traceback" not in run.stderr, (
-            run.stderr
-        )  # matplotlib prints its temporary cache folder
+        # Matplotlib prints its temporary cache folder
+        assert "Traceback" not in run.stderr, run.stderr
         assert_same_run(workdir / "run", reference())
 
 

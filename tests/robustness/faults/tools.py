@@ -44,7 +44,8 @@ PROGRESS = (
     "resume with: ",
 )
 
-# Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
+# Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between
+# validations.
 STEPS, EVAL_EVERY = 24, 4
 SETTINGS = f"""
     trainer={os.environ.get("MINIGPT_FAULTS_TRAINER", "cpu")} trainer.accumulate_grad_batches=2
@@ -79,7 +80,8 @@ class Run(Script):
     """A process of `scripts/train.py`.
 
     Args:
-        signal_at: (n, signum): send the signal right before the n-th file operation in the run folder.
+        signal_at: (n, signum): send the signal right before the n-th file operation in the run
+            folder.
         terminal: path of a terminal for its output; closing its other side closes it.
         options: those of `Script`.
     """
@@ -143,9 +145,8 @@ class Run(Script):
 def prepare(terminal: str, *counted: Any) -> None:
     """Prepare a process of a run before its script starts: its terminal, and the count of its file operations."""
     if terminal:
-        opened = os.open(
-            terminal, os.O_RDWR
-        )  # the controlling terminal of the session, which this process leads
+        # The controlling terminal of the session, which this process leads
+        opened = os.open(terminal, os.O_RDWR)
         for stream in range(3):
             os.dup2(opened, stream)
         os.close(opened)
