@@ -97,7 +97,7 @@ def main() -> None:
             f"--host must be a loopback address without a key, got {args.host}; {advice}"
         )
     opened = open_socket(args.host, args.port)
-    # All interfaces have no address themselves
+    # The address of all interfaces is not one that a browser can open
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}"
 

@@ -34,7 +34,7 @@ from minigpt.utils.terminal import replace_dead_output
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
-# That it reruns a configuration, as a job of a sweep does
+# Hydra warns that it reruns a configuration, as a job of a sweep does
 warnings.filterwarnings("ignore", module=r"hydra\.main")
 
 

@@ -108,7 +108,7 @@ def validate(model: GPT, tokens: Tensor) -> float:
     model.eval()
     for start in range(0, full, VAL_BATCH * block):
         part = slice(start, min(start + VAL_BATCH * block, full))
-        # Is not compiled
+        # `forward` is not compiled
         loss = model.forward(inputs[part].view(-1, block), targets[part].view(-1, block))
         total += loss.item() * (part.stop - part.start)
     if full < len(inputs):

@@ -73,7 +73,7 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     ]
     startup = max(0.0, first_row - float(first["seconds"]))
     steps, seconds = zip(*clock, strict=True)
-    # Of the first row, without compilation
+    # The time of the first row without compilation
     expected = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]
     curve = []
     for row in measured:

@@ -43,7 +43,7 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     def stream() -> Iterator[TextChunk | None]:
         with _explained(setting, is_local):
             builder = _build(data, revision)
-            # Of another commit, in the cache of datasets
+            # The cache of datasets may hold another commit
             if not is_local and builder.hash != revision:
                 raise ConnectionError(revision)
             for row in builder.as_streaming_dataset(split=split):
@@ -63,7 +63,7 @@ def _find_commit(name: str, revision: str | None, setting: str) -> str:
     if revision and re.fullmatch(r"[0-9a-f]{40}", revision):
         return revision
     hub = import_extra("huggingface_hub", setting, "data")
-    # No attribute of a package just imported
+    # The errors are no attribute of a package that was just imported
     errors = import_extra("huggingface_hub.errors", setting, "data")
     card = {"repo_id": name, "filename": "README.md", "repo_type": "dataset", "revision": revision}
     try:

@@ -109,7 +109,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if values["model"].get("dropout"):  # of merges, at random: an augmentation
                 values["model"]["dropout"] = None
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-            # Merges with one can abort the process
+            # Merges with a prefix can abort the process
             if values["model"].get("continuing_subword_prefix"):
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
             self.backend = tokenizers.Tokenizer.from_str(self.json)
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer(Tokenizer):
             "separator": next(iter(self.separator.tolist()), None),
         }
         options = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
-        # Without, as in older checkpoints
+        # Without options that are off, as in older checkpoints
         return values | ({"options": options} if any(options.values()) else {})
 
     @property
@@ -203,7 +203,7 @@ def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
     """Return the function from a token to its bytes that the decoder of a tokenizer.json
     describes.
     """
-    # Joins with spaces
+    # Without a decoder, tokens are joined by spaces
     parts: list[Any] = decoder.get("decoders", [decoder]) if decoder else [{"type": None}]
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
@@ -275,7 +275,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
             for name, token in config.items()
             if name.endswith("_token")
         }
-        # Others are undefined in a template
+        # Missing tokens are undefined in a template
         tokens = {name: content for name, content in tokens.items() if content}
         id_of = tokenizer.backend.token_to_id
         # The tokens of the tokenizer come before the ids of generation, and these before those of

@@ -140,7 +140,7 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
         if len(text) < limit:
             ids = tokens[begin : begin + _DECODED].tolist()
             text += b"".join([token_bytes.get(i, BORDER) for i in ids])
-    # Between them are line breaks, which are also within them
+    # Documents are joined by line breaks, which are also within them
     if end is None and part.documents > 1:
         if not len(corpus.tokenizer.separator):
             raise UserError("the tokenizer separates no documents, so none is compared by itself")

@@ -68,7 +68,7 @@ class Snapshots(Callback):
                 for callback in trainer.callbacks
                 if isinstance(callback, ResumeState)
             )
-            # Of tied, one
+            # Tied weights are copied once
             copies = {x.data_ptr(): x.to("cpu", torch.bfloat16, copy=True) for x in state.values()}
             content = {
                 **content,

@@ -362,7 +362,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     # Seconds of a validation: a third is forward
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
-    # Of the validation split
+    # The share of the validation split that a validation reads
     part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)
     least = 1 if "eval_batches" in given else 2
     validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
@@ -416,7 +416,7 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
     loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
-    # Learns from more than is counted
+    # A model learns from more text than is counted
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1
     return loss, 0.15 * loss
 

@@ -270,7 +270,7 @@ class Engine:
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
         rows: Iterable[Any] = [(token, 0.0, 0, []) for token in tokens.tolist()]
         if n_tops:
-            # Of NaN: V is drawn
+            # Of logits that are NaN, V is drawn
             scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))
             rows = zip(
                 tokens.tolist(),

@@ -113,7 +113,7 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 
     async def endpoint(request: Request) -> Response:
         working = asyncio.create_task(work(await _read_json(request)))
-        # After the body, there is no other message
+        # After the body, the only message is the end of the connection
         disconnect = asyncio.ensure_future(request.receive())
         disconnect.add_done_callback(lambda _: working.cancel())
         try:

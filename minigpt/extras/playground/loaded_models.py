@@ -119,7 +119,7 @@ class Models:
         base, step = self.find(name)
         loaded, load = self._loads.get(name, ("", None))
         version = self._version(base, step) or loaded
-        # The run has another one
+        # Load the model again if the run has written another one
         if load is None or (version != loaded and load.done() and not load.result().busy):
             load = asyncio.create_task(self._load(name, base, step))
             self._loads[name] = version, load
