@@ -42,7 +42,7 @@ from minigpt.sampling.generation import score
 from minigpt.sampling.settings import Sampling
 from minigpt.training.optim import adamw, muon
 from minigpt.training.precision import training_precision
-from minigpt.utils.errors import Diverged
+from minigpt.utils.errors import NonFiniteLoss
 
 pytestmark = pytest.mark.gpu
 
@@ -160,7 +160,7 @@ def test_the_mfu_of_a_known_gpu_is_logged(train: Train, monkeypatch: pytest.Monk
 def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -> None:
     """The losses of a GPU are read once per row of metrics."""
     folder = train(*ON_GPU, "pause_at=10").folder
-    with pytest.raises(Diverged, match=r"(is \w+|not finite) at step 1[1-5] \(learning rate"):
+    with pytest.raises(NonFiniteLoss, match=r"(is \w+|not finite) at step 1[1-5] \(learning rate"):
         train(*ON_GPU, "resume=auto", "optimizer.lr=1e30")
     assert read_summary(folder)["status"] == "failed"
     assert read(folder / LAST)["global_step"] == 10

@@ -22,7 +22,7 @@ class RunError(UserError):
     of_all_ranks = False
 
 
-class Diverged(RunError):
+class NonFiniteLoss(RunError):
     """The loss or the gradient of an optimizer step is NaN or infinite."""
 
     of_all_ranks = True

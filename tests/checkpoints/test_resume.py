@@ -22,7 +22,7 @@ from minigpt.checkpoints.format import read, write
 from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary
 from minigpt.training.ema import EMA
-from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.errors import NonFiniteLoss, UserError
 from minigpt.utils.signals import Interrupted
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
@@ -365,7 +365,7 @@ class Poison(Callback):
 
 
 def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp_path):
-    with pytest.raises(Diverged, match=r"the loss is nan at step 15 \(learning rate 0\.0"):
+    with pytest.raises(NonFiniteLoss, match=r"the loss is nan at step 15 \(learning rate 0\.0"):
         train("+callbacks.poison._target_=test_resume.Poison")
     summary, last = read_summary(tmp_path / "run"), read(tmp_path / "run" / LAST)
     assert (summary["status"], summary["steps"], last["global_step"]) == ("failed", 15, 10)

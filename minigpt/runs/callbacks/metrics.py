@@ -19,7 +19,7 @@ from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_config import RunConfig
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, short_path, update_latest_link
 from minigpt.training.cpu_threads import ThreadBalancer
-from minigpt.utils.errors import Diverged
+from minigpt.utils.errors import NonFiniteLoss
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
 
@@ -59,7 +59,7 @@ class MetricsCallback(L.Callback):
     `started` is `time.perf_counter()` when the run started.
 
     Raises:
-        Diverged: the loss or the gradient is NaN or infinite, on every rank at the same step. A CPU checks the norm of
+        NonFiniteLoss: the loss or the gradient is NaN or infinite, on every rank at the same step. A CPU checks the norm of
             the gradient at every step; a GPU, where reading it would wait, the losses of a row.
     """
 
@@ -184,7 +184,9 @@ class MetricsCallback(L.Callback):
             update_latest_link(Path(trainer.default_root_dir))
             self._linked = True
         if pl_module.device.type == "cpu" and pl_module.diverged:
-            raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
+            raise NonFiniteLoss(
+                float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate
+            )
         if step % self.log_every == 0 or step == self.max_steps:
             self._log_training(trainer, pl_module)
 
@@ -218,7 +220,7 @@ class MetricsCallback(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         loss, val = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus.val  # type: ignore[attr-defined]
         if not isfinite(loss):
-            raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
+            raise NonFiniteLoss(loss, trainer.global_step, pl_module.learning_rate)
         self._log(
             trainer,
             {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)},
@@ -290,7 +292,7 @@ class MetricsCallback(L.Callback):
         self._losses.clear()
         for logged_step, loss in enumerate(losses, step - len(losses) + 1):
             if not isfinite(loss):
-                raise Diverged(loss, logged_step, pl_module.learning_rate)
+                raise NonFiniteLoss(loss, logged_step, pl_module.learning_rate)
         tokens_per_second = (
             len(losses) * self.tokens_per_step / (self.seconds - self._logged_seconds)
         )
