@@ -63,7 +63,7 @@ class WindowOrder:
         n_keys = self.n_windows if is_shuffled else _FEISTEL_ROUNDS
         seeds = np.random.SeedSequence((self.seed, epoch))
         numbers = seeds.generate_state(n_keys + 3, np.uint64)
-        keys = numbers[:n_keys]
+        keys = numbers[:n_keys].astype(np.uint64)
         offset, first, last = numbers[n_keys:].tolist()
 
         # Which window of the text is read at each position.
@@ -205,7 +205,8 @@ class WindowReader:
         indices = map(self._index, batches)  # (B, T + 1) each
         on_device = self.on_device
         if on_device is None:
-            rows = map(self._copy, map_in_threads(self._gather, indices, _READERS))
+            read_ahead = map_in_threads(self._gather, indices, _READERS)
+            rows: Iterator[Tensor] = map(self._copy, read_ahead)
         else:
             rows = (on_device[self._copy(index)].long() for index in indices)
         for window in rows:  # (B, T + 1)

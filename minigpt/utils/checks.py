@@ -4,10 +4,11 @@ A rule is a predicate and the phrase that follows "must be", so that a table of 
 `require("model.dropout", 1.5, *FRACTION)` raises `model.dropout must be in [0, 1), got 1.5`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Rule = tuple[Callable[[Any], bool], str]
+Settings = Mapping[str, Any]  # a group of the configuration, as plain values
 
 
 def integer(least: int, most: int | None = None) -> Rule:
