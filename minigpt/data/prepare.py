@@ -1,26 +1,25 @@
 """Prepare a corpus: split its documents, tokenize them in several threads, write token files.
 
-Tokens are written in the order of the text, so the files are the same for any number of threads. A folder of token
-files is renamed to its final name once it is complete; the name contains a hash of the text's checksum, the tokenizer
-and the split, so changed inputs get new files.
+Tokens are written in the order of the text, so the files are the same for any number of threads. A
+folder of token files is renamed to its final name once it is complete; the name contains a hash of
+the text's checksum, the tokenizer and the split, so changed inputs get new files.
 """
 
 import hashlib
 import platform
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from minigpt.data.readers import TextChunk
-from minigpt.data.sources import Source, find_sources
+from minigpt.data.sources import TRAIN, VAL, Source, SplitChunk, find_sources, split_chunks
 from minigpt.data.token_files import (
     FORMAT,
     META,
@@ -41,41 +40,39 @@ from minigpt.data.tokenizer import (
     from_dict,
     token_dtype,
 )
+from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import PARTIAL, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
 PREPARED = "prepared"  # the tokenizer of the token files that data.train_bin names
-TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
 _CUT_TOLERANCE = 0.2
-_MAX_JOINED_CHARS = (
-    1 << 22
-)  # of a document: the package tokenizers takes 80 bytes of memory per byte
+# Of a document that is encoded at once: the package tokenizers takes 80 bytes of memory per byte.
+_MAX_JOINED_CHARS = 1 << 22
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
-SplitChunk = tuple[
-    int, TextChunk
-]  # the split, and a chunk whose `first` starts a document of that split
 
 
-def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
-    """Load the token files for the config groups data and tokenizer; write them first if there are none.
+def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
+    """Load the token files for the groups data and tokenizer; write them first if there are none.
 
-    `tokenizer` may also be the `to_dict` of a built tokenizer.
+    Args:
+        tokenizer: the config group, or the `to_dict` of a built tokenizer.
 
-    Raise UserError if there is no such text, if it is empty or damaged, has too few documents or pairs of bytes, or if
-    the data folder cannot be written.
+    Raises:
+        UserError: there is no such text, it is empty or damaged, it has too few documents or pairs
+            of bytes, or the data folder cannot be written.
     """
+    # What is tokenized, and how: the identity of the token files.
     folder = Path(data["folder"])
     built = from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        whole = (
-            {} if built.splits_at_cuts else {"documents": "whole"}
-        )  # as `_write_corpus` encodes them
+        # As `_write_corpus` encodes documents.
+        whole = {} if built.splits_at_cuts else {"documents": "whole"}
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)
@@ -85,6 +82,8 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
         provenance["val_sha256"] = sources[1].sha256
     else:
         provenance |= {"split": data["split"], "val_fraction": data["val_fraction"]}
+
+    # Where they are, or will be.
     target = folder / "tokens" / f"{sources[0].name[:40]}-{sha256_json([FORMAT, provenance])[:12]}"
     if not (target / META).is_file():
         try:
@@ -103,40 +102,47 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
 
 
 def _load_bins(
-    data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None
+    data: Settings, tokenizer: Settings, folder: Path, built: Tokenizer | None
 ) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
         raise UserError(
             "data.train_bin and data.val_bin must be set together; set both, or neither"
         )
+
+    # Files of `prepare.py` have a tokenizer, which must be the chosen one.
     prepared = load_prepared(data)
     if prepared:
         made = prepared.provenance.get("tokenizer", {})
-        own = prepared.tokenizer.to_dict() | {"separated": False}  # which depends on the documents
-        is_same = built.to_dict() | {"separated": False} == own if built else tokenizer == made
+        if built:
+            unseparated = {"separated": False}  # in files, this depends on the documents
+            own = prepared.tokenizer.to_dict() | unseparated
+            is_same = built.to_dict() | unseparated == own
+            advice = "init_from needs token files of its own"
+        else:
+            is_same = tokenizer == made or tokenizer["name"] == PREPARED
+            advice = f"tokenizer={PREPARED} selects it"
         require(
             "tokenizer",
             ", ".join(map(str, tokenizer.values())),
-            lambda _: is_same or tokenizer["name"] == PREPARED,
-            f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].with_name(META)}",
-            "init_from needs token files of its own"
-            if built
-            else f"tokenizer={PREPARED} selects it",
+            lambda _: is_same,
+            f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].parent / META}",
+            advice,
         )
         return prepared
+
+    # Other files need one that is built without a text.
     if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained, PREPARED):
         raise UserError(
-            f"tokenizer={tokenizer['name']} needs a text, or both files of a folder of prepare.py with "
-            f"its {META}; set tokenizer=gpt2 (nanoGPT's) or byte"
+            f"tokenizer={tokenizer['name']} needs a text, or both files of a folder of prepare.py "
+            f"with its {META}; set tokenizer=gpt2 (nanoGPT's) or byte"
         )
-    built = built or _build_tokenizer(tokenizer, folder, "", ())
-    return load_bins(data, built, folder)
+    return load_bins(data, built or _build_tokenizer(tokenizer, folder, "", ()), folder)
 
 
 def _build_tokenizer(
-    settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]
+    settings: Settings, folder: Path, alphabet: str, texts: Iterable[str]
 ) -> Tokenizer:
-    """Build the tokenizer of the config group: from an alphabet (char), from training texts (bpe), or by its name."""
+    """Build the tokenizer of the config group: of an alphabet, of training texts, or by name."""
     match settings["name"]:
         case CharTokenizer.name:
             return CharTokenizer(alphabet)
@@ -150,13 +156,14 @@ def _build_tokenizer(
 def _write_corpus(
     target: Path,
     sources: Sequence[Source],
-    provenance: Mapping[str, Any],
+    provenance: Settings,
     threads: int | None,
     built: Tokenizer | None,
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
     if any(target.glob("*")):
         raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
+
     # On some network file systems, a lock excludes only the processes of one host.
     prefix = f".{target.name[-12:]}.{platform.node()}"  # short, as a host may have a long name
     for left in target.parent.glob(f"{prefix}.{PARTIAL}"):  # by a killed process
@@ -164,6 +171,7 @@ def _write_corpus(
     partial = target.with_name(f"{prefix}.{token_hex(8)}.partial")
     partial.mkdir()
     try:
+        # The text is read once or twice to build the tokenizer and to find the cut, then written.
         tokenizer, cut, provenance = _plan(sources, provenance, target.parents[1], built)
         chunks = split_chunks(sources, provenance, cut)
         batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
@@ -181,44 +189,49 @@ def _write_corpus(
 
 
 def _plan(
-    sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
-) -> tuple[Tokenizer, int, Mapping[str, Any]]:
+    sources: Sequence[Source], provenance: Settings, folder: Path, built: Tokenizer | None
+) -> tuple[Tokenizer, int, Settings]:
     """Build the tokenizer if it is not built, and find the cut between the splits.
 
     Also return the provenance, with where the cut is if it is within one of several documents.
     """
-    settings, cut, alphabet = provenance["tokenizer"], 0, ""
+    settings = provenance["tokenizer"]
     by_character = settings["name"] == CharTokenizer.name
-    if provenance.get("split") == "fraction" or by_character:
-        lengths, alphabet = scan_corpus(sources if by_character else sources[:1], by_character)
+    by_fraction = provenance.get("split") == "fraction"
+    cut = 0
+    alphabet = ""
+    if by_fraction or by_character:
+        lengths, alphabet = scan_corpus(sources, by_character)
         if not sum(lengths):
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
-        if provenance.get("split") == "fraction":
+        if by_fraction:
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
             if len(lengths) > 1 and cut not in np.cumsum(lengths):
-                # Runs of earlier versions, which cut elsewhere, have no such entry: they are not resumed.
+                # Runs of earlier versions, which cut elsewhere, have no such entry, and so other
+                # files: they are not resumed.
                 provenance = {**provenance, "cut": "within a document"}
-    texts = (
-        chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN
-    )
+    chunks = split_chunks(sources, provenance, cut)
+    texts = (chunk.text for split, chunk in chunks if split == TRAIN)
     return built or _build_tokenizer(settings, folder, alphabet, texts), cut, provenance
 
 
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:
     """Count the characters of each document; if `by_character`, also find the distinct ones."""
-    lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
-    for _, (text, first) in _read(sources):
-        if first:
-            lengths.append(0)
-        lengths[-1] += len(text)
-        if by_character:
-            seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
+    lengths = array("Q")
+    seen = np.zeros(0x110000, dtype=bool)  # by code point
+    for source in sources:
+        for text, first in source.read():
+            if first:
+                lengths.append(0)
+            lengths[-1] += len(text)
+            if by_character:
+                seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
     seen[ord("\n")] |= len(lengths) > 1  # the separator of documents
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
 def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
-    """Return where the validation split starts, as a number of characters from the start of the first document.
+    """Return where the validation split starts, in characters from the start of the text.
 
     It is the nearest start of a document, or lies within a document if none is near.
     """
@@ -229,63 +242,28 @@ def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
     return nearest if is_near else wanted
 
 
-def split_chunks(
-    sources: Sequence[Source], rule: Mapping[str, Any], cut: int
-) -> Iterator[SplitChunk]:
-    """Read the chunks of all documents with the split of each.
-
-    Two sources are the two splits. A single one is split by `rule`, which has `split` and `val_fraction` of the data
-    group; `cut` is the result of `cut_by_fraction` for split=fraction.
-    """
-    if len(sources) > 1:
-        return _read(sources)
-    chunks = sources[0].read()
-    return (
-        _by_fraction(chunks, cut)
-        if rule["split"] == "fraction"
-        else _by_hash(chunks, rule["val_fraction"])
-    )
-
-
 def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
     """Join the chunks of each document in each split, up to `_MAX_JOINED_CHARS`."""
-    joined, start = "", (TRAIN, True)  # its split, and whether a document starts there
+    joined = ""
+    joined_split = TRAIN
+    starts_document = True  # with what is joined
     for split, (text, first) in chunks:
-        is_long = len(joined) + len(text) > _MAX_JOINED_CHARS and not first and split == start[0]
-        if is_long and start[1]:  # once per document
+        continues = split == joined_split and not first
+        is_long = continues and len(joined) + len(text) > _MAX_JOINED_CHARS
+        if is_long and starts_document:  # once per document
             warn(
-                f"a document of more than {len(joined):,} characters is encoded in parts, with a token more per part"
+                f"a document of more than {len(joined):,} characters is encoded in parts, "
+                f"with a token more per part"
             )
-        if text and (first or split != start[0] or is_long):
+        if text and (is_long or not continues):
             if joined:
-                yield start[0], TextChunk(joined, start[1])
-            joined, start = "", (split, first)
+                yield joined_split, TextChunk(joined, starts_document)
+            joined = ""
+            joined_split = split
+            starts_document = first
         joined += text
     if joined:
-        yield start[0], TextChunk(joined, start[1])
-
-
-def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
-    return ((i, chunk) for i, source in enumerate(sources) for chunk in source.read())
-
-
-def _by_fraction(chunks: Iterable[TextChunk], cut: int) -> Iterator[SplitChunk]:
-    begin = 0
-    for text, first in chunks:
-        inside = max(0, cut - begin)
-        yield TRAIN, TextChunk(text[:inside], first)
-        yield VAL, TextChunk(text[inside:], first or begin <= cut)
-        begin += len(text)
-
-
-def _by_hash(chunks: Iterable[TextChunk], val_fraction: float) -> Iterator[SplitChunk]:
-    """Choose documents by the hash of their first chunk, so that equal documents are in one split."""
-    split = TRAIN
-    for chunk in chunks:
-        if chunk.first:
-            digest = hashlib.blake2b(chunk.text.encode(), digest_size=8).digest()
-            split = VAL if int.from_bytes(digest, "little") < val_fraction * 2**64 else TRAIN
-        yield split, chunk
+        yield joined_split, TextChunk(joined, starts_document)
 
 
 class TextBatches:
@@ -295,32 +273,38 @@ class TextBatches:
         self.chunks = chunks
         self.bytes = [0, 0]  # of UTF-8 in each split
         self.hashes = (array("Q"), array("Q"))  # one per document of each split
-        self.starts = (
-            array("q"),
-            array("q"),
-        )  # bytes before each document, with a separator of one byte
+        # Bytes before each document of each split, with a separator of one byte.
+        self.starts = (array("q"), array("q"))
         self.has_separators = False  # as ordinary text
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
         batch: TokenizeBatch = []
-        size, hasher = 0, hashlib.blake2b()
+        size = 0  # of the batch, in characters
+        hasher = hashlib.blake2b()  # of the document
         for split, (text, first) in self.chunks:
             if not text:
                 continue
-            self.has_separators = self.has_separators or SEPARATOR in text
-            content, hashes = text.encode(), self.hashes[split]
+
+            # The text, after a separator unless it begins its split.
+            hashes = self.hashes[split]
             batch.append((split, first and len(hashes) > 0, text))
+            size += len(text)
+
+            # What is counted of it.
             if first:
                 hasher = hashlib.blake2b(digest_size=8)
                 self.starts[split].append(self.bytes[split] + len(hashes))
                 hashes.append(0)
+            content = text.encode()
             hasher.update(content)
             hashes[-1] = int.from_bytes(hasher.digest(), "little")
             self.bytes[split] += len(content)
-            size += len(text)
+            self.has_separators = self.has_separators or SEPARATOR in text
+
             if size >= _BATCH_CHARS:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
         if batch:
             yield batch
 
@@ -328,7 +312,6 @@ class TextBatches:
 def _write_tokens(
     folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None
 ) -> None:
-    """Tokenize the batches, and write the ids of each split to its file."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with ExitStack() as stack:
         files = [stack.enter_context(open(path, "wb")) for path in paths]
@@ -346,7 +329,7 @@ def _write_tokens(
 def tokenize(
     tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: int | None
 ) -> Iterator[list[Ids]]:
-    """Tokenize batches in `threads` (None: one per core); yield the ids of each split, per batch."""
+    """Yield the ids of each split, (N,), per batch; tokenize in `threads` (None: one per core)."""
     from loky import cpu_count
 
     dtype = token_dtype(tokenizer.vocab_size)
@@ -365,51 +348,51 @@ def tokenize(
 def _build_meta(
     folder: Path,
     sources: Sequence[Source],
-    provenance: Mapping[str, Any],
+    provenance: Settings,
     tokenizer: Tokenizer,
     batches: TextBatches,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Check the token files and return the values of `meta.json`."""
-    documents, sums = (
-        [len(hashes) for hashes in batches.hashes],
-        [source.sha256 for source in sources],
-    )
+    # Both splits must have documents, and should share none.
+    name = sources[0].name
+    documents = [len(hashes) for hashes in batches.hashes]
     if 0 in documents:
         empty = documents.index(0)
         if len(sources) > 1 or not any(documents):
             raise UserError(f"{sources[empty].name} is empty; give a text that is not")
         raise UserError(
-            f"none of the {sum(documents)} documents is for {'validation' if empty else 'training'}; "
-            f"with so few set data.split=fraction, another data.val_fraction, or data.val_path=…, "
-            f"or give more text"
+            f"none of the {sum(documents)} documents is for "
+            f"{'validation' if empty else 'training'}; with so few set data.split=fraction, "
+            f"another data.val_fraction, or data.val_path=…, or give more text"
         )
-    duplicates = int(np.isin(np.array(batches.hashes[TRAIN]), np.array(batches.hashes[VAL])).sum())
+    duplicates = int(np.isin(batches.hashes[TRAIN], batches.hashes[VAL]).sum())
     if duplicates:
-        warn(
-            f"{duplicates:,} training documents of {sources[0].name} are also in the validation split"
-        )
+        warn(f"{duplicates:,} training documents of {name} are also in the validation split")
+
+    # What the files hold.
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.separated = documents[TRAIN] > 1
+    sums = [source.sha256 for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
-    tokens = [
-        (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize for split in SPLITS
-    ]
-    figures = zip(SPLITS, documents, batches.bytes, tokens, strict=True)
-    return {
+    meta = {
         "format": FORMAT,
-        "name": sources[0].name,
+        "name": name,
         "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
         "dtype": dtype,
-        **{
-            split: {"documents": n, "bytes": size, "tokens": length}
-            for split, n, size, length in figures
-        },
-        "provenance": {**provenance, "duplicates": duplicates},
-        "tokenizer": tokenizer.to_dict(),
     }
+    for i, split in enumerate(SPLITS):
+        size = (folder / f"{split}.bin").stat().st_size
+        meta[split] = {
+            "documents": documents[i],
+            "bytes": batches.bytes[i],
+            "tokens": size // np.dtype(dtype).itemsize,
+        }
+    meta["provenance"] = {**provenance, "duplicates": duplicates}
+    meta["tokenizer"] = tokenizer.to_dict()
+    return meta
 
 
-def _lock(target: Path) -> AbstractContextManager[Any]:
+def _lock(target: Path) -> AbstractContextManager[object]:
     lock = FileLock(f"{target}.lock")
     try:
         return lock.acquire(timeout=2)

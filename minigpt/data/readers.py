@@ -1,8 +1,9 @@
-"""Read documents from plain text, Markdown, JSON Lines, CSV and Parquet, also compressed, in chunks.
+"""Read documents from plain text, Markdown, JSON Lines, CSV and Parquet, in chunks.
 
-A text file is one document, and so is each row of the other formats. A long document comes in chunks, cut where no
-pattern in `tokenizer.PATTERNS` matches across the cut, so the ids are those of the whole document and a file may be
-larger than memory. `prepare.join_chunks` joins them for other tokenizers.
+A text file is one document, and so is each row of the other formats; both may be compressed. A long
+document comes in chunks, cut where no pattern in `tokenizer.PATTERNS` matches across the cut, so
+the ids are those of the whole document and a file may be larger than memory. `prepare.join_chunks`
+joins them for other tokenizers.
 """
 
 import codecs
@@ -14,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from glob import escape, glob, has_magic
 from io import IncrementalNewlineDecoder
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
@@ -25,36 +26,42 @@ from minigpt.utils.scripts import ROOT, shell_quote, usage
 from minigpt.utils.terminal import unescape, warn
 
 STDIN = ("-", "/dev/stdin")
-TEXT_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".gz", ".zst", ".bz2", ".xz")
+TEXT_SUFFIXES = (".txt", ".md")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 # Of a folder: tables often lie beside texts, and are read if a path or a pattern names them.
 _FOLDER_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".jsonlines", ".parquet")
-# The folder of a run or a sweep holds one of these sets of names (runs/run_dir.py, sweeps/report.py), and is left out.
-# If it is itself the folder that is read, these files of it are left out, as those of `data.folder` are.
+# The folder of a run or a sweep holds one of these sets of names (runs/run_dir.py,
+# sweeps/report.py), and is left out. If it is itself the folder that is read, these files of it are
+# left out, as those of `data.folder` are.
 _RUN_MARKS = (
-    *({".hydra", name} for name in ("metrics.csv", "summary.json", "checkpoints", ".lock")),
-    *({"sweep.json"}, {"runs.csv", "sweep.md"}),
+    {".hydra", "metrics.csv"},
+    {".hydra", "summary.json"},
+    {".hydra", "checkpoints"},
+    {".hydra", ".lock"},
+    {"sweep.json"},
+    {"runs.csv", "sweep.md"},
 )
 _RUN_NAMES = re.compile(
     r"(log|samples)\.txt|checkpoints|wandb|(sweep|runs|metrics)\.\w+|(summary|plan)\.json"
 )
 _DATA_NAMES = re.compile(
-    r"tokens|tiktoken|checksums\.json|stdin-\w{16}(-\w{12})?\.txt|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
+    r"tokens|tiktoken|checksums\.json|stdin-\w{16}(-\w{12})?\.txt"
+    r"|tinyshakespeare(-stand-in)?(-\w{12})?\.txt"
 )
 _BLOCK_BYTES = 1 << 20  # read at a time
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
-_MAX_CHUNK_CHARS = (
-    1 << 18
-)  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
-# With which a text does not begin: an array of objects, an object per line, or objects of many lines,
-# each with a key. Code and markup may have braces in lines of their own.
+# Of a chunk without a place to cut, in which tiktoken may take 100 bytes per character.
+_MAX_CHUNK_CHARS = 1 << 18
+# With which a text does not begin: an array of objects, an object per line, or objects of many
+# lines, each with a key. Code and markup may have braces in lines of their own.
 _JSON_ROWS = rb'\s*(\[\s*\{\s*"[^"\n]*"\s*:|\{\s*"[^"\n]*"\s*:(.*\}\s*\n|(?s:.*?)\n\})\s*\{'
-# The same by suffix. Prose begins with no field and no list of texts either; a file of JSON may be one object.
+# Prose begins with no field and no list of texts either.
+_JSON_IN_PROSE = re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))')
+# The same by suffix: a file of JSON may be one object.
 _JSON = {
-    **dict.fromkeys(
-        ("", *TEXT_SUFFIXES),
-        re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))'),
-    ),
-    **{".json": re.compile(_JSON_ROWS + rb"|\[)"), "other": re.compile(_JSON_ROWS + rb")")},
+    **dict.fromkeys(("", *TEXT_SUFFIXES), _JSON_IN_PROSE),
+    ".json": re.compile(_JSON_ROWS + rb"|\[)"),
+    "other": re.compile(_JSON_ROWS + rb")"),
 }
 _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacked, or none
     codecs.BOM_UTF32_LE: "UTF-32; convert it: iconv -f UTF-32 -t UTF-8 {} > utf8.txt",
@@ -64,7 +71,9 @@ _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacke
     b"\xfd7zXZ": "xz; end its name with .xz, or unpack it with unxz",
     b"\\x28\xb5\x2f\xfd": "zstd; end its name with .zst, or unpack it with unzstd",
     b"PAR1": "Parquet; end its name with .parquet",
-    b"PK[\x03\x05]": "a zip archive or an office document; unpack it: unzip {}, or save it as UTF-8 text",
+    b"PK[\x03\x05]": (
+        "a zip archive or an office document; unpack it: unzip {}, or save it as UTF-8 text"
+    ),
     b"7z\xbc\xaf": "a 7-Zip archive; unpack it: 7z x {}",
     b"Rar!": "a RAR archive; unpack it: unrar x {}",
     b".{257}ustar": "a tar archive; unpack it: tar -xf {}",
@@ -72,7 +81,8 @@ _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacke
     b"\xd0\xcf\x11\xe0": "an office document; save it as UTF-8 text",
 }
 _warn_once = cache(warn)
-# A text is cut after a single line break before a letter or digit, or else before a single space between letters.
+# A text is cut after a single line break before a letter or digit, or else before a single space
+# between letters.
 _CUTS = (
     re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"),
     re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"),
@@ -87,11 +97,13 @@ class TextChunk(NamedTuple):
 
 
 def find_files(path: str | Sequence[str], setting: str, folder: str | Path = "data") -> list[Path]:
-    """Find the files of one or more paths: a file, the files of a folder with known suffixes, or those of a pattern.
+    """Find the files of one or more paths.
 
-    Those of a folder or a pattern are sorted, and each is read once, however many links lead to it. A file that is
-    named, or matched by a pattern, may have any suffix. Hidden files are skipped; others are skipped with a warning, as
-    is the output of earlier commands, unless its name is given.
+    A path is a file, a folder, of which the files with known suffixes are read, or a pattern. Files
+    of a folder or a pattern are sorted, and each is read once, however many links lead to it. A
+    file that is named, or matched by a pattern, may have any suffix. Hidden files are skipped;
+    others are skipped with a warning, as is the output of earlier commands, unless its name is
+    given.
 
     Args:
         setting: config key of the path.
@@ -110,43 +122,44 @@ def find_files(path: str | Sequence[str], setting: str, folder: str | Path = "da
 
 
 def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
-    is_folder, files, skipped = given.is_dir(), list[Path](), list[str]()
+    is_folder = given.is_dir()
     if given.exists() and not is_folder:
         return [given]
     if given.is_symlink():
         raise UserError(
             f"{setting} is a broken link to {os.readlink(given)}; give a file that exists"
         )
+
+    # Sort what matches into files to read and files to skip, with the reason. Output of earlier
+    # commands is looked for below the folder, or below the part of the pattern without a wildcard.
     pattern = Path(escape(str(given)), "**", "*") if is_folder else given
-    depth = next(
-        (i for i, part in enumerate(given.parts) if has_magic(part) and not is_folder),
-        len(given.parts),
-    )
+    fixed = [*takewhile(lambda part: is_folder or not has_magic(part), given.parts)]
+    files: list[Path] = []
+    skipped: list[str] = []
     found = {file for file in _expand(pattern.as_posix()) if not file.is_dir()}
-    for file in sorted(found, key=lambda file: file.parts):  # Windows compares paths without case
+    for file in sorted(found, key=lambda file: file.parts):  # Windows compares without case
         suffix = content_suffix(file)
-        entries = [
-            file,
-            *file.parents[: len(file.parts) - depth - 1],
-        ]  # below the folder or the fixed part
-        reasons = {
-            "broken link, FIFO or device": not file.is_file(),
-            "of earlier commands": has_magic(pattern.name)
-            and any(_is_output(entry, data_folder) for entry in entries),
-            suffix or "no suffix": is_folder and suffix not in _FOLDER_SUFFIXES,
-        }
-        if any(reasons.values()):
-            skipped.append(max(reasons, key=lambda reason: reasons[reason]))
+        entries = [file, *file.parents[: len(file.parts) - len(fixed) - 1]]
+        if not file.is_file():
+            skipped.append("broken link, FIFO or device")
+        elif has_magic(pattern.name) and any(_is_output(entry, data_folder) for entry in entries):
+            skipped.append("of earlier commands")
+        elif is_folder and suffix not in _FOLDER_SUFFIXES:
+            skipped.append(suffix or "no suffix")
         else:
             files.append(file)
-    counted = (
-        f"{len(skipped):,} files of {given} are skipped ({', '.join(sorted({*skipped})[:10])})"
-    )
+
+    # Tell what is skipped, or why there is nothing to read.
+    reasons = ", ".join(sorted(set(skipped))[:10])
+    counted = f"{len(skipped):,} files of {given} are skipped ({reasons})"
     if files and skipped:
         warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
         state = "matches no file" if has_magic(str(given)) else "does not exist"
-        problem = f"{state}; give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
+        problem = (
+            f"{state}; give a file, a folder, a pattern such as 'texts/**/*.txt', "
+            f"or a list [a.txt,b.txt]"
+        )
         if is_folder:
             problem = (
                 f"has no file with suffix {', '.join(_FOLDER_SUFFIXES)}, or these with "
@@ -157,36 +170,34 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
 
 
 def _expand(pattern: str) -> Iterator[Path]:
-    """Yield what a pattern matches, as glob does; but `**` enters a folder once, however many links lead to it."""
+    """Yield what a pattern matches, as glob does; but `**` enters a folder once, despite links."""
     head, *tail = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
     if not tail:
         yield from map(Path, glob(pattern))
-    else:
-        seen: set[str] = set()
-        for top in glob(head) if head else ["."]:
-            for folder, names, _ in os.walk(top, followlinks=True):
-                real = os.path.realpath(folder)
-                names[:] = [] if real in seen else sorted(name for name in names if name[0] != ".")
-                seen.add(real)
-                yield from _expand(f"{escape(Path(folder).as_posix())}/{tail[0] or '*'}")
+        return
+    seen: set[str] = set()
+    for top in glob(head) if head else ["."]:
+        for folder, names, _ in os.walk(top, followlinks=True):
+            real = os.path.realpath(folder)
+            names[:] = [] if real in seen else sorted(name for name in names if name[0] != ".")
+            seen.add(real)
+            yield from _expand(f"{escape(Path(folder).as_posix())}/{tail[0] or '*'}")
 
 
 def _is_output(entry: Path, data_folder: Path) -> bool:
     """Return whether an earlier run or preparation wrote an entry of a folder."""
-    return (
-        _is_run(entry)
-        or (_RUN_NAMES.fullmatch(entry.name) is not None and _is_run(entry.parent))
-        or (
-            _DATA_NAMES.fullmatch(entry.name) is not None
-            and entry.parent.resolve() == data_folder.resolve()
-        )
-        or (entry.name == "README.md" and entry.resolve() == ROOT / "data" / "README.md")
-    )
+    name = entry.name
+    if _RUN_NAMES.fullmatch(name) and _is_run(entry.parent):
+        return True
+    if _DATA_NAMES.fullmatch(name) and entry.parent.resolve() == data_folder.resolve():
+        return True
+    is_readme = name == "README.md" and entry.resolve() == ROOT / "data" / "README.md"
+    return is_readme or _is_run(entry)
 
 
 @cache
 def _is_run(folder: Path) -> bool:
-    names = {*os.listdir(folder)} if folder.is_dir() else set()
+    names = set(os.listdir(folder)) if folder.is_dir() else set()
     return any(marks <= names for marks in _RUN_MARKS)
 
 
@@ -199,12 +210,11 @@ def content_suffix(file: Path) -> str:
 def read_texts(
     path: str, setting: str, field: str = "text", separator: str = "", folder: str = "data"
 ) -> Iterator[TextChunk]:
-    """Read the documents of all files of a path, as `find_files` takes it, or the text on standard input (`-`)."""
+    """Read the documents of a path, as `find_files` takes it; `-` is standard input."""
     if path in STDIN:
         blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
-        return text_chunks(
-            _decode(blocks, f"{setting}=-", None if separator else _JSON[""]), separator
-        )
+        text = _decode(blocks, f"{setting}=-", None if separator else _JSON[""])
+        return text_chunks(text, separator)
     return read_files(find_files(path, setting, folder), field, separator)
 
 
@@ -215,12 +225,13 @@ def read_files(files: Sequence[Path], field: str, separator: str = "") -> Iterat
 
 
 def without_null(chunks: Iterable[TextChunk | None], name: str) -> Iterator[TextChunk]:
-    """Leave out None, which stands for a row whose text is null, and count these rows in a warning."""
+    """Leave out None, a row whose text is null, and count these rows in a warning."""
     n_null = 0
     for chunk in chunks:
-        if chunk is not None:
+        if chunk is None:
+            n_null += 1
+        else:
             yield chunk
-        n_null += chunk is None
     if n_null:
         _warn_once(f"{n_null:,} rows of {name} have null instead of a text and are left out")
 
@@ -230,47 +241,61 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
 
     Args:
         field: of JSON Lines, or column of Parquet and CSV, that holds the text.
-        separator: of documents in a text file, which may hold `\\n` and `\\t`; empty: the file is one document.
+        separator: of documents in a text file, which may hold `\\n` and `\\t`; empty: the file is
+            one document.
 
     Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
     """
     suffix = content_suffix(file)
     if suffix in ROW_READERS:
         return ROW_READERS[suffix](file, field)
-    blocks = _decode(
-        _read_blocks(file), file, None if separator else _JSON.get(suffix, _JSON["other"])
-    )
-    return text_chunks(blocks, separator)
+    json_rows = None if separator else _JSON.get(suffix, _JSON["other"])
+    return text_chunks(_decode(_read_blocks(file), file, json_rows), separator)
 
 
 def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChunk]:
-    """Cut a text, given as blocks, into documents at the separator, and these where no tokenizer merges across.
+    """Cut a text, given as blocks, into documents, and these where no tokenizer merges across.
 
     The line breaks around a document, and empty documents, are dropped if there is a separator.
     """
-    first, rest, edges, separator = True, "", "\r\n" if separator else "", unescape(separator)
+    edges = "\r\n" if separator else ""
+    separator = unescape(separator)
+    first = True  # whether a document starts with what is read next
+    rest = ""
     for block in blocks:
-        *ended, rest = (rest + block).split(separator) if separator else [rest + block]
+        # Documents that end in the block.
+        rest += block
+        *ended, rest = rest.split(separator) if separator else [rest]
         for text in ended:
-            if text := (text.strip(edges) if first else text.rstrip(edges)):
+            text = text.strip(edges) if first else text.rstrip(edges)
+            if text:
                 yield TextChunk(text, first)
             first = True
-        if len(rest) < _BLOCK_BYTES // 2:
-            continue
-        # Without what may be a part of a separator, or line breaks at the end of the document.
-        whole = rest[: len(rest) - len(separator)].rstrip(edges)
-        if cut := cut_point(whole) or (len(whole) if len(whole) > _MAX_CHUNK_CHARS else 0):
-            yield TextChunk(rest[:cut].lstrip(edges) if first else rest[:cut], first)
-            first, rest = False, rest[cut:]
+
+        # A part of a document that goes on, without what may be a part of a separator, or line
+        # breaks at its end.
+        if len(rest) >= _BLOCK_BYTES // 2:
+            whole = rest[: len(rest) - len(separator)].rstrip(edges)
+            cut = cut_point(whole)
+            if not cut and len(whole) > _MAX_CHUNK_CHARS:
+                cut = len(whole)
+            if cut:
+                yield TextChunk(rest[:cut].lstrip(edges) if first else rest[:cut], first)
+                rest = rest[cut:]
+                first = False
     rest = rest.strip(edges) if first else rest.rstrip(edges)
     if rest or (first and not separator):
         yield TextChunk(rest, first)
 
 
 def cut_point(text: str) -> int:
-    """Find the last place where every pattern in `tokenizer.PATTERNS` splits, whatever follows; 0 if there is none."""
+    """Find the last place where all `tokenizer.PATTERNS` split, whatever follows; else 0."""
     start = max(0, len(text) - _CUT_WINDOW)
-    return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
+    for pattern in _CUTS:
+        found = pattern.match(text, start)
+        if found:
+            return found.end()
+    return 0
 
 
 def _decode(
@@ -284,34 +309,34 @@ def _decode(
     """
     # Without a byte order mark.
     decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    offset, line = 0, 1
+    offset = 0
+    line = 1
     for block in chain(blocks, [b""]):
-        kinds = [
-            kind
-            for start, kind in _BINARY.items()
-            if offset == 0 and re.match(start, block, re.DOTALL)
-        ]
-        if kinds:
-            raise UserError(f"{name} is {kinds[0].format(shell_quote(str(name)))}")
-        if (zero := block.find(b"\0")) >= 0:
+        # Bytes that are no text.
+        for start, kind in _BINARY.items():
+            if offset == 0 and re.match(start, block, re.DOTALL):
+                raise UserError(f"{name} is {kind.format(shell_quote(str(name)))}")
+        zero = block.find(b"\0")
+        if zero >= 0:
             raise UserError(
                 f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text"
             )
         if offset == 0 and rows and rows.match(block.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
-                f"{name} holds JSON, whose syntax would be trained on; make it .jsonl, with an object in each line, as "
-                f"jq -c . does, or jq -c '.[]' with an array"
+                f"{name} holds JSON, whose syntax would be trained on; make it .jsonl, with an "
+                f"object in each line, as jq -c . does, or jq -c '.[]' with an array"
             )
+
+        # The text; a character may begin in an earlier block.
         offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            where, line = (
-                offset - len(error.object) + error.start,
-                line + error.object[: error.start].count(b"\n"),
-            )
+            offset += error.start - len(error.object)
+            line += error.object[: error.start].count(b"\n")
             raise UserError(
-                f"{name} is not UTF-8 text: bad byte at offset {where:,}, in line {line:,}; save it as UTF-8"
+                f"{name} is not UTF-8 text: bad byte at offset {offset:,}, in line {line:,}; "
+                f"save it as UTF-8"
             ) from error
         line += block.count(b"\n")
         yield text
@@ -348,7 +373,7 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
         yield row_chunk(row, field, f"{file}, line {number:,}")
 
 
-def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChunk | None:
+def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextChunk | None:
     """Return the document of a row, with \\n as every line end, or None if its text is null.
 
     Args:
@@ -365,17 +390,12 @@ def row_chunk(row: Any, field: str, where: str, kind: str = "field") -> TextChun
     if isinstance(text, str):
         whole = text if text.isascii() else whole_characters(text)
         return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
-    others = [key for key, value in cells.items() if isinstance(value, str)]
-    listed = (
-        f"the {kind}s with text are {', '.join(others[:10])}"
-        if others
-        else f"there is no {kind} with text"
-    )
-    problem = (
-        f"{kind} {field} holds {type(text).__name__}, not text"
-        if field in cells
-        else f"no text in {kind} {field}"
-    )
+    others = [key for key, value in cells.items() if isinstance(value, str)][:10]
+    listed = f"the {kind}s with text are {', '.join(others)}"
+    listed = listed if others else f"there is no {kind} with text"
+    problem = f"no text in {kind} {field}"
+    if field in cells:
+        problem = f"{kind} {field} holds {type(text).__name__}, not text"
     raise UserError(
         f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})"
     )

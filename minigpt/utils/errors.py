@@ -6,7 +6,10 @@ from typing import Any
 
 
 class UserError(Exception):
-    """An input or a setting is wrong; the message names it, the accepted values and the next step. Exit code 2."""
+    """An input or a setting is wrong: exit code 2.
+
+    The message names it, the accepted values and the next step.
+    """
 
     exit_code = 2
     of_all_ranks = True  # every rank raises it, and rank 0 prints it

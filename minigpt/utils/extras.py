@@ -1,4 +1,4 @@
-"""The functions and classes of `minigpt.extras` that the core uses: by name, and imported when they are first used."""
+"""The functions and classes of `minigpt.extras` that the core uses, imported on first use."""
 
 from pkgutil import resolve_name
 from typing import Any

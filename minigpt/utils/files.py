@@ -42,40 +42,37 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file.name} is not JSON ({error})") from error
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, object]) -> None:
     """Write a JSON file atomically."""
     with atomic_write(file) as partial:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
-def sha256_json(values: Any) -> str:
+def sha256_json(values: object) -> str:
     """Return the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
-    """Return the SHA-256 of each file. A cache in the data folder, if given, saves reading an unchanged file again.
+    """Return the SHA-256 of each file; a cache in the data folder saves reading it again.
 
     A cache entry is keyed by path and `file_version`.
     """
-    cache, known = data_folder and data_folder / "checksums.json", dict[str, str]()
+    cache = data_folder / "checksums.json" if data_folder else None
+    known: dict[str, str] = {}
     try:
-        known = {**read_json(cache)} if cache and os.path.lexists(cache) else {}
+        if cache and os.path.lexists(cache):
+            known = {**read_json(cache)}
     except (OSError, ValueError, TypeError):  # damaged, or of the user: it stays
         cache = None
-    keys, n_cached = [], len(known)
-    for file in files:
-        keys.append(f"{file.resolve()} {file_version(file)}")
-        if keys[-1] not in known:
+    n_cached = len(known)
+    keys = [f"{file.resolve()} {file_version(file)}" for file in files]
+    for key, file in zip(keys, files, strict=True):
+        if key not in known:
             with open(file, "rb") as content:
-                known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
-    if (
-        cache
-        and len(known) > n_cached
-        and all(
-            key.count(" ") > 3 and key[-1].isdecimal() for key in known
-        )  # else it is of the user
-    ):
+                known[key] = hashlib.file_digest(content, "sha256").hexdigest()
+    is_cache = all(key.count(" ") > 3 and key[-1].isdecimal() for key in known)  # else the user's
+    if cache and len(known) > n_cached and is_cache:
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, known)
@@ -83,7 +80,7 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
 
 
 def file_version(file: Path) -> str:
-    """Return size, times and inode: another text once a file was written or replaced, be it by an older file.
+    """Return size, times and inode: another text once a file was written or replaced.
 
     Every write updates the change time (ctime), which no program can set back.
     """
@@ -92,7 +89,7 @@ def file_version(file: Path) -> str:
 
 
 def download(url: str, sha256: str, target: Path) -> bool:
-    """Download a file atomically, unless it is there; return whether it is there now, with this checksum."""
+    """Download a file atomically, unless it is there; return whether it is there afterwards."""
     if target.is_file() and checksums([target], None) == [sha256]:
         return True
     import requests

@@ -1,4 +1,4 @@
-"""Functions and classes that a configuration may name by an earlier place: a user's file, a checkpoint, a sweep."""
+"""Functions and classes that a user's file, a checkpoint or a sweep names by an earlier place."""
 
 from typing import Any
 

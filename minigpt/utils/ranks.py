@@ -1,23 +1,26 @@
-"""Which rank this process is, and of how many: by the environment variables of torchrun, srun and Lightning."""
+"""Which rank this process is, and of how many: by what torchrun, srun and Lightning set."""
 
 import os
 import re
 
 RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable of the ranks that Lightning starts
-# What makes a process a rank: its rank and the number of ranks, up to three more numbers, and others.
+# What makes a process a rank: its rank and the number of ranks, up to three more numbers, others.
 TORCHRUN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("MASTER_ADDR", "TORCHELASTIC_RUN_ID"),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "MASTER_ADDR",
+    "TORCHELASTIC_RUN_ID",
 )
 LIGHTNING = ("LOCAL_RANK", "WORLD_SIZE")
 SRUN = (
-    *(
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
-    ),
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_NUM_NODES",
     "SLURM_STEP_NODELIST",
 )
 
@@ -34,9 +37,10 @@ def world_size() -> int:
 
 
 def rank_variables() -> tuple[str, ...]:
-    """Return the environment variables that make this process a rank of torchrun, Lightning or srun; else none.
+    """Return the variables that make this process a rank of torchrun, Lightning or srun; else none.
 
-    Some of them are set in other processes too: by Kubeflow, by notebooks, in the batch script of a SLURM job.
+    Some of them are set in other processes too: by Kubeflow, by notebooks, in the batch script of a
+    SLURM job.
     """
     if all(name in os.environ for name in TORCHRUN):
         return TORCHRUN
@@ -47,13 +51,15 @@ def rank_variables() -> tuple[str, ...]:
 
 
 def env_number(name: str, default: int) -> int:
-    """Return the number with which an environment variable begins, 4 of "4,2"; `default` if it begins with none."""
-    return int([*re.findall(r"^\s*\d+", os.environ.get(name, "")), default][0])
+    """Return the number at the start of an environment variable, 4 of "4,2"; else `default`."""
+    found = re.match(r"\s*\d+", os.environ.get(name, ""))
+    return int(found[0]) if found else default
 
 
 def launcher_sizes() -> tuple[int, int] | None:
     """Return (nodes, processes per node) that torchrun or srun started; None for a process alone."""
     if rank_variables() != TORCHRUN:
         return None
-    size, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    size = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     return (size // per_node, per_node) if size > 1 else None

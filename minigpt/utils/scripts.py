@@ -1,4 +1,4 @@
-"""Where configs and scripts lie, how users run the scripts, and how they install packages: in a clone or a wheel."""
+"""Where configs and scripts lie, how users run them and install packages: in a clone or a wheel."""
 
 import argparse
 import re
@@ -19,7 +19,7 @@ PIP_INSTALL = (
 
 
 def usage(script: str) -> str:
-    """Return how to run a script, for messages: `python scripts/sweep_report.py` or `minigpt sweep-report`."""
+    """Return how to run a script: `python scripts/sweep_report.py` or `minigpt sweep-report`."""
     return f"minigpt {script.replace('_', '-')}" if INSTALLED else f"python scripts/{script}.py"
 
 
@@ -37,9 +37,10 @@ def shell_join(*words: str) -> str:
 
 
 def search_path(arguments: list[str]) -> str:
-    """Return the `config_path` of a command line: `configs/`, and its arguments, which name folders of the user.
+    """Return the `config_path` of a command line: `configs/` and the arguments.
 
-    A plugin in `hydra_plugins/` takes it apart, and lets Hydra search the folders of the user first.
+    These may name folders of the user. A plugin in `hydra_plugins/` takes it apart, and lets Hydra
+    search the folders of the user first.
     """
     return "\0".join([str(ROOT / "configs"), *arguments, ""])
 

@@ -6,21 +6,19 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
 
 # Windows has neither of the first two, and it alone has the third.
-REQUEUE_SIGNAL: Any = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption
-HANGUP_SIGNAL: Any = getattr(
-    signal, "SIGHUP", None
-)  # sent twice when a terminal closes: by the shell and the system
-BREAK_SIGNAL: Any = getattr(signal, "SIGBREAK", None)  # Ctrl-Break
+REQUEUE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)  # before preemption, by schedulers
+# Sent twice when a terminal closes: by the shell and the system.
+HANGUP_SIGNAL: int | None = getattr(signal, "SIGHUP", None)
+BREAK_SIGNAL: int | None = getattr(signal, "SIGBREAK", None)  # Ctrl-Break
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, BREAK_SIGNAL, HANGUP_SIGNAL, REQUEUE_SIGNAL)
 END_SIGNALS = [signum for signum in _SIGNALS if signum]
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL, which Windows does not define: a job script requeues on it
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. Not an Exception, so that `except Exception` in libraries does not swallow it."""
+    """A signal ended the run. Libraries swallow an Exception, which this is not."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -49,11 +47,11 @@ def raise_on_signal() -> AbstractContextManager[None]:
 
 @contextmanager
 def handle_signals(
-    signums: Collection[int], handler: Callable[[int, FrameType | None], Any]
+    signums: Collection[int], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Handle signals with a function, and END_SIGNALS with their previous handlers afterwards; not in a thread.
+    """Handle signals with a function, and with their previous handlers afterwards.
 
-    Ignored ones stay ignored.
+    Ignored ones stay ignored, and in a thread all stay as they are.
     """
     in_main = threading.current_thread() is threading.main_thread()
     previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}

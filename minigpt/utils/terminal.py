@@ -12,13 +12,12 @@ from typing import Any
 from minigpt.utils.ranks import is_rank_zero
 
 _MAX_LINE_CHARS = 1000
-# Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
-_VISIBLE = {
-    **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},
-    127: "␡",
-    **{code: f"⟨U+{code:04X}⟩" for code in range(0x80, 0xA0)},
-    **{code: f"⟨U+{code:04X}⟩" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))},
-}
+# Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks
+# have no picture.
+_UNPICTURED = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_VISIBLE = {code: f"⟨U+{code:04X}⟩" for code in _UNPICTURED}
+_VISIBLE |= {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE[127] = "␡"
 _TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
 
@@ -39,32 +38,29 @@ def log(line: str) -> None:
 
 
 def escape_unencodable() -> None:
-    """Let stdout escape characters that its encoding lacks, such as those of a sample in ASCII; stderr always does."""
-    if hasattr(
-        sys.stdout, "reconfigure"
-    ):  # the streams of notebooks have none, and lack no character
+    """Let stdout escape characters that its encoding lacks, as stderr always does."""
+    if hasattr(sys.stdout, "reconfigure"):  # else of a notebook, which lacks no character
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def replace_dead_output(*, ends_script: bool) -> None:
-    """Let the standard streams write to os.devnull once they fail or if there are none, and escape what they lack.
+    """Let the standard streams write to os.devnull once they fail or if there are none.
 
-    They fail if a pipe or a terminal is closed, or a disk is full.
+    They fail if a pipe or a terminal is closed, or a disk is full. Also escape what they lack.
 
     Args:
         ends_script: raise the error too; otherwise the script does its work to the end.
     """
     for number, name in enumerate(("stdout", "stderr"), 1):
-        stream = getattr(sys, name) or os.fdopen(
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number), "w", encoding="utf-8"
-        )
-        setattr(sys, name, stream)
+        stream = getattr(sys, name)
+        if not stream:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            stream = os.fdopen(number, "w", encoding="utf-8")
+            setattr(sys, name, stream)
         for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
-            setattr(
-                stream,
-                method,
-                partial(_write_or_replace, getattr(stream, method), stream.fileno, ends_script),
-            )
+            write = getattr(stream, method)
+            replaced = partial(_write_or_replace, write, stream.fileno, ends_script)
+            setattr(stream, method, replaced)
     escape_unencodable()
 
 
