@@ -56,13 +56,11 @@ class WindowOrder:
             starts[in_epoch] = self._epoch_starts(int(epoch), positions[in_epoch])
         return starts
 
-    def _epoch_starts(self, epoch: int, position: Array) -> Array:
-        """Return the first token of the windows at positions within one epoch, (N,)."""
+    def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) both
         # The random numbers of the epoch: keys of its order, its offset, its places of overlap.
         is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
         n_keys = self.n_windows if is_shuffled else _FEISTEL_ROUNDS
-        seeds = np.random.SeedSequence((self.seed, epoch))
-        numbers = seeds.generate_state(n_keys + 3, np.uint64)
+        numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
         keys = numbers[:n_keys].astype(np.uint64)
         offset, first, last = numbers[n_keys:].tolist()
 

@@ -114,9 +114,9 @@ def _load_bins(
     if prepared:
         made = prepared.provenance.get("tokenizer", {})
         if built:
-            unseparated = {"separated": False}  # in files, this depends on the documents
-            own = prepared.tokenizer.to_dict() | unseparated
-            is_same = built.to_dict() | unseparated == own
+            # `separated` depends on the documents.
+            own = prepared.tokenizer.to_dict() | {"separated": False}
+            is_same = built.to_dict() | {"separated": False} == own
             advice = "init_from needs token files of its own"
         else:
             is_same = tokenizer == made or tokenizer["name"] == PREPARED
@@ -355,7 +355,7 @@ def _build_meta(
     """Check the token files and return the values of `meta.json`."""
     # Both splits must have documents, and should share none.
     name = sources[0].name
-    documents = [len(hashes) for hashes in batches.hashes]
+    documents = [*map(len, batches.hashes)]
     if 0 in documents:
         empty = documents.index(0)
         if len(sources) > 1 or not any(documents):

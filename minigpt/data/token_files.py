@@ -75,17 +75,17 @@ class Corpus:
     provenance: Settings = field(default_factory=dict)  # of `prepare.py`; else empty
 
     def check_length(self, block_size: int) -> None:
-        """Raise UserError if a split is shorter than a window of `block_size` and the next token."""
+        """Raise UserError if a split is shorter than a window of `block_size` + 1 tokens."""
         # With a quarter more: a split at the start of a document may be a fifth smaller.
         share = ceil(125 * (block_size + 1) / max(1, self.train.tokens + self.val.tokens)) / 100
         by_fraction = self.provenance.get("split") == "fraction" and share <= 0.5
         splits = (("training", self.train, 1 - share), ("validation", self.val, share))
         for name, split, fraction in splits:
             if split.tokens <= block_size:
-                advice = f"set data.val_fraction={fraction:g}, " if by_fraction else ""
                 raise UserError(
                     f"the {name} split has {split.tokens} tokens, but a window needs "
-                    f"model.block_size + 1 = {block_size + 1}; {advice}"
+                    f"model.block_size + 1 = {block_size + 1}; "
+                    f"{f'set data.val_fraction={fraction:g}, ' if by_fraction else ''}"
                     f"use a longer text or a smaller model.block_size"
                 )
 
@@ -94,8 +94,8 @@ class Corpus:
         total = -(-(self.val.tokens - 1) // block_size)
         windows = total if n_batches is None else min(total, n_batches * batch_size)
         part = f"{windows:,} of {total:,} windows of {block_size} tokens in"
-        part = "all" if windows == total else part
-        return f"{part} {self.val.bytes:,} bytes of text {self.val_sha256[:8]}"
+        text = f"{self.val.bytes:,} bytes of text {self.val_sha256[:8]}"
+        return f"{part if windows < total else 'all'} {text}"
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
@@ -143,15 +143,15 @@ class Tokens:
         return ids.reshape(index.shape)  # (B, T)
 
     def _read(self, begin: int, end: int) -> Ids:
-        """Read consecutive ids, (end - begin,), without mapping their files."""
-        ids = np.empty(end - begin, self.dtype)
+        ids = np.empty(end - begin, self.dtype)  # read, because to map the files would be slower
         first = np.searchsorted(self.starts[1:], begin, side="right")
         for i in range(first, np.searchsorted(self.starts[:-1], end)):
             a = max(begin, self.starts[i])
             b = min(end, self.starts[i + 1])
             offset = self.headers[i] + (a - self.starts[i]) * self.dtype.itemsize
-            read = np.fromfile(self.files[i], self.dtype, b - a, offset=offset)
-            ids[a - begin : b - begin] = read
+            ids[a - begin : b - begin] = np.fromfile(
+                self.files[i], self.dtype, b - a, offset=offset
+            )
         return ids
 
     def _map(self, i: int) -> Ids:
@@ -181,8 +181,7 @@ def load(folder: Path) -> Corpus:
     """
     try:
         meta = read_json(folder / META)
-        dtype = meta["dtype"]
-        require("dtype", dtype, *one_of(("uint16", "uint32")))
+        require("dtype", meta["dtype"], *one_of(("uint16", "uint32")))
         for key, kind in (("name", str), ("sha256", str), ("provenance", dict)):
             if not isinstance(meta[key], kind):
                 raise ValueError(f"{key} must be a {kind.__name__}")
@@ -192,9 +191,9 @@ def load(folder: Path) -> Corpus:
             name=meta["name"],
             sha256=meta["sha256"],
             tokenizer=from_dict(meta["tokenizer"]),
-            train=_load_split(folder / "train.bin", meta["train"], dtype),
-            val=_load_split(folder / "val.bin", meta["val"], dtype),
-            dtype=dtype,
+            train=_load_split(folder / "train.bin", meta["train"], meta["dtype"]),
+            val=_load_split(folder / "val.bin", meta["val"], meta["dtype"]),
+            dtype=meta["dtype"],
             val_sha256=provenance.get("val_sha256") or sha256_json(split),
             provenance=provenance,
         )
@@ -207,8 +206,8 @@ def load(folder: Path) -> Corpus:
 def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:
     for key in ("tokens", "bytes", "documents"):
         require(key, sizes[key], *NON_NEGATIVE_INT)
-    expected = sizes["tokens"] * np.dtype(dtype).itemsize
     found = file.stat().st_size
+    expected = sizes["tokens"] * np.dtype(dtype).itemsize
     if found != expected:
         raise UserError(f"{file} has {found} bytes, {META} needs {expected}")
     return Split([file], sizes["tokens"], sizes["bytes"], sizes["documents"])
@@ -266,8 +265,7 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
     for begin in range(0, len(tokens), _SCAN_TOKENS):
         ids = tokens[begin : begin + _SCAN_TOKENS].astype(np.int64)
         counts += np.bincount(ids, minlength=vocab_size)
-    token_bytes = tokenizer.token_bytes
-    val_bytes = sum(int(n) * len(token_bytes.get(i, b"")) for i, n in enumerate(counts))
+    sizes = [len(tokenizer.token_bytes.get(i, b"")) for i in range(vocab_size)]
     end = tokenizer.end_token
     documents = 0 if end is None else int(counts[end])
     if documents:
@@ -275,20 +273,21 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
         tokenizer.separated = True
 
     sums = split_checksums(train, val, data_folder)
-    n_train = len(Tokens(train, dtype, vocab_size, train_headers))
     return Corpus(
         name=train[0].name,
         sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
         tokenizer=tokenizer,
-        train=Split(train, n_train, 0, 0, train_headers),
-        val=Split(val, len(tokens), val_bytes, documents, val_headers),
+        train=Split(
+            train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers
+        ),
+        val=Split(val, len(tokens), int(counts @ sizes), documents, val_headers),
         dtype=dtype,
         val_sha256=sums[1],
     )
 
 
 def _find_bins(data: Settings, key: str) -> list[Path]:
-    """Find the files of a path, of a pattern (sorted by name), or of a list of these."""
+    # The files of a path, of a pattern (sorted by name), or of a list of these.
     value: str | Sequence[str] = data[key]
     files: list[Path] = []
     for path in [value] if isinstance(value, str) else value:
@@ -317,8 +316,7 @@ def split_checksums(
         for i in range(n):
             with open(files[i * len(files) // n], "rb") as content:
                 heads.append(hashlib.sha256(content.read(_HASHED_BYTES)).hexdigest())
-        sizes = [file.stat().st_size for file in files]
-        sums.append(sha256_json([sizes, heads]))
+        sums.append(sha256_json([[file.stat().st_size for file in files], heads]))
     return sums
 
 
@@ -383,7 +381,7 @@ def _numpy_layout(name: str, file: Path) -> tuple[int, int]:
 
 
 def _alternates(file: Path, width: int) -> bool:
-    """Return whether every second number of `width` bytes is 0, as the halves of wider ids are."""
+    # Whether every second number of `width` bytes is 0, as the halves of wider ids are.
     n = file.stat().st_size // (2 * width)  # pairs
     if n < 16:
         return False

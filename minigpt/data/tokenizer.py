@@ -79,11 +79,9 @@ class Tokenizer:
     @property
     def end_token(self) -> int | None:
         """Id of the separator if it is a special token."""
-        for i in self.separator.tolist():
-            # Some tokenizer.json do not mark theirs as special.
-            if self.separated or self.token_bytes[i] == b"":
-                return int(i)
-        return None
+        # Some tokenizer.json do not mark theirs as special.
+        ids = (i for i in self.separator.tolist() if self.separated or not self.token_bytes[i])
+        return next(ids, None)
 
     @property
     def end_ids(self) -> list[int]:
@@ -135,14 +133,14 @@ class CharTokenizer(Tokenizer):
             raise UserError(
                 "the alphabet of a char tokenizer must be distinct characters in code-point order"
             )
-        points = _code_points(alphabet)
-        n = len(points)
         self.alphabet = alphabet
-        self.vocab_size = n
+        self.vocab_size = len(alphabet)
         self.token_bytes = {i: whole_characters(c).encode() for i, c in enumerate(alphabet)}
-        # The id of each code point, or n if it has none; the last entry is for all higher ones.
-        self._ids = np.full(int(points[-1]) + 2, n, dtype=token_dtype(n + 1))
-        self._ids[points] = np.arange(n)
+        # The id of each code point, or vocab_size if it has none; the last entry is for all higher.
+        points = _code_points(alphabet)
+        dtype = token_dtype(self.vocab_size + 1)
+        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype)
+        self._ids[points] = np.arange(self.vocab_size)
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
     def encode(self, text: str) -> Ids:
@@ -170,8 +168,8 @@ class ByteTokenizer(Tokenizer):
     separator = np.array([ord("\n")], dtype=np.uint8)
 
     def encode(self, text: str) -> Ids:
-        content = bytearray(whole_characters(text).encode())  # writable, for torch
-        return np.frombuffer(content, dtype=np.uint8)
+        # Writable, for torch.
+        return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)
 
 
 class BPETokenizer(Tokenizer):
@@ -238,18 +236,18 @@ class BPETokenizer(Tokenizer):
         names = (CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)
         require("tokenizer.name", name, *one_of(names))
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
+        part = "/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken"
         missing = []
-        for url, checksum in _SHA256.items():
-            if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url:
+        try:
+            for url in [url for url in _SHA256 if part in url]:
                 file = cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
-                try:
-                    if not download(url, checksum, file):
-                        missing.append(f"{url} as {file}")
-                except OSError as error:
-                    raise UserError(
-                        f"the files of tokenizer={name} cannot be written to {cache} "
-                        f"({error.strerror}); set TIKTOKEN_CACHE_DIR to a writable folder"
-                    ) from error
+                if not download(url, _SHA256[url], file):
+                    missing.append(f"{url} as {file}")
+        except OSError as error:
+            raise UserError(
+                f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
+                f"set TIKTOKEN_CACHE_DIR to a writable folder"
+            ) from error
         if missing:
             raise UserError(
                 f"the files of tokenizer={name} could not be downloaded; save "
@@ -273,16 +271,19 @@ class BPETokenizer(Tokenizer):
         import rustbpe
 
         trainer = rustbpe.Tokenizer()
-        n = vocab_size - 1  # without SEPARATOR
-        trainer.train_from_iterator(iter(texts), vocab_size=n, pattern=PATTERNS["gpt2"])
+        trainer.train_from_iterator(
+            iter(texts), vocab_size=vocab_size - 1, pattern=PATTERNS["gpt2"]
+        )
         ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         tokens = [bytes(token) for token, _ in ranks]
-        if len(tokens) < n:
-            raise UserError(
-                f"tokenizer.vocab_size must be at most {len(tokens) + 1} for this training text, "
-                f"got {vocab_size}"
-            )
-        return cls(cls.trained, tokens, {SEPARATOR: n})
+        most = len(tokens) + 1  # with SEPARATOR
+        require(
+            "tokenizer.vocab_size",
+            vocab_size,
+            lambda size: size <= most,
+            f"at most {most} for this training text",
+        )
+        return cls(cls.trained, tokens, {SEPARATOR: vocab_size - 1})
 
     def encode(self, text: str) -> Ids:
         ids = self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
@@ -305,16 +306,14 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, values: Settings) -> "BPETokenizer":
         texts = values["tokens"].split(" ")
-        special = values["special"]
-        separated = values["separated"]
         tokens = [None if t == "-" else base64.b64decode(t, validate=True) for t in texts]
-        kinds = {(type(name), type(i)) for name, i in special.items()}
-        if not isinstance(separated, bool) or kinds != {(str, int)}:
+        kinds = {(type(name), type(i)) for name, i in values["special"].items()}
+        if not isinstance(values["separated"], bool) or kinds != {(str, int)}:
             raise UserError(
                 "a byte-pair encoding must have the keys tokens, special and separated, "
                 "of their types"
             )
-        return cls(values["name"], tokens, special, separated=separated)
+        return cls(values["name"], tokens, values["special"], separated=values["separated"])
 
     @property
     def _encoding(self) -> "tiktoken.Encoding":
@@ -367,11 +366,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
     separator = tokenizer.separator
     if tokenizer.reads_special or not tokenizer.separated:
         return np.array([*tokenizer.prefix, *tokenizer.parse(prompt)], dtype=separator.dtype)
-    first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(separator)))
-    parts = [first]
-    for other in others:
-        parts += [separator, other]
-    return np.concatenate(parts)
+    # A separator before each part, without the first one.
+    parts = prompt.split(tokenizer.names(separator))
+    ids = [np.concatenate([separator, tokenizer.encode(part)]) for part in parts]
+    return np.concatenate(ids)[len(separator) :]
 
 
 def whole_characters(text: str) -> str:

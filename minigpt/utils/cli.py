@@ -61,34 +61,32 @@ def explain(error: BaseException) -> tuple[str, int]:
     if cause and (is_signal or name == "InstantiationException"):
         return explain(cause)
 
-    # Errors of minigpt, and signals.
-    if isinstance(error, UserError):
-        return sanitize_line(f"error: {error}"), error.exit_code
-    if isinstance(error, Interrupted):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-
-    # Errors of output and of Hydra, by the modules that raise them: sockets raise as streams do, and
-    # Hydra raises built-in errors for some of its syntax.
+    # Sockets raise errors as streams do, and Hydra raises built-in ones for some of its syntax: they
+    # are known by the modules that they come from.
     frames = traceback.walk_tb(error.__traceback__)
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
     is_loop = name == "RecursionError" and "hydra._internal.defaults_list" in modules
-    if isinstance(error, BrokenPipeError) and modules[-1:] == [replace_dead_output.__module__]:
-        return "", 0
-    if is_loop or packages & {"hydra", "omegaconf", "antlr4", "yaml"}:
-        return sanitize_line(f"error: {explain_hydra(error)}"), 2
-
-    # Errors of the machine, and of the code.
-    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
-        where = f"{error.filename}: " if error.filename else ""
-        message = f"error: {where}{error.strerror.lower()}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return sanitize_line(f"{message}; free some space, or choose another folder"), 1
-        if where:
-            return sanitize_line(f"{message}; choose another folder"), 2
-        return sanitize_line(message), 1
+    is_of_hydra = is_loop or packages & {"hydra", "omegaconf", "antlr4", "yaml"}
+    match error:
+        case UserError():
+            return sanitize_line(f"error: {error}"), error.exit_code
+        case Interrupted():
+            return str(error), error.exit_code
+        case KeyboardInterrupt():
+            return "interrupted", 130
+        case BrokenPipeError() if modules[-1:] == [replace_dead_output.__module__]:
+            return "", 0
+        case _ if is_of_hydra:
+            return sanitize_line(f"error: {explain_hydra(error)}"), 2
+        case OSError(strerror=str(reason)) if reason and not isinstance(error, ConnectionError):
+            where = f"{error.filename}: " if error.filename else ""
+            message = f"error: {where}{reason.lower()}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return sanitize_line(f"{message}; free some space, or choose another folder"), 1
+            if where:
+                return sanitize_line(f"{message}; choose another folder"), 2
+            return sanitize_line(message), 1
     if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         advice = "lower data.batch_size (or --num-samples), or choose a smaller model"
         return f"error: out of memory; {advice}", 1

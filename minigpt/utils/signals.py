@@ -18,7 +18,7 @@ REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL, which Windows does not define: a job scri
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. Libraries swallow an Exception, which this is not."""
+    """A signal ended the run. No Exception, which libraries would swallow."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")

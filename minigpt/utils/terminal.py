@@ -1,4 +1,7 @@
-"""Text for terminals: one line, printable, without control characters; and output that cannot be written."""
+"""Text for terminals: in one line, printable, without control characters; and output that fails.
+
+First what prints a message, then output that cannot be written, then text that is made printable.
+"""
 
 import difflib
 import os
@@ -14,10 +17,9 @@ from minigpt.utils.ranks import is_rank_zero
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks
 # have no picture.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
 _UNPICTURED = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_VISIBLE = {code: f"⟨U+{code:04X}⟩" for code in _UNPICTURED}
-_VISIBLE |= {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE[127] = "␡"
+_VISIBLE = _PICTURES | {code: f"⟨U+{code:04X}⟩" for code in _UNPICTURED}
 _TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
 
@@ -84,12 +86,12 @@ def sanitize_line(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    r"""Replace `\n`, `\t` and `\\`, which every shell passes on, by a line break, a tab and a backslash."""
+    r"""Replace `\n`, `\t` and `\\`, which every shell passes on, by the characters they stand for."""
     return re.sub(r"\\[nt\\]", lambda found: _TYPED[found[0]], text)
 
 
 def escape_control_chars(text: str) -> str:
-    """Replace characters that would control a terminal, or hide or reorder text, by visible ones."""
+    """Replace characters that would control a terminal, or hide or reorder text."""
     return text.translate(_VISIBLE)
 
 
