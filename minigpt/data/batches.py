@@ -89,8 +89,7 @@ def permute(index: Array, n: int, keys: NDArray[np.uint64]) -> Array:
     mask = (np.uint64(1) << half) - np.uint64(1)
 
     def shuffle(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left = x >> half
-        right = x & mask
+        left, right = x >> half, x & mask
         for key in keys:
             mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
@@ -137,8 +136,8 @@ class Batches:
         n = max(1, _ROWS_PER_LOOKUP // self.batch_size)  # batches per lookup
         for begin in range(self.first(), self.stop, n):
             batches = np.arange(begin, min(begin + n, self.stop)) % (self.repeat or self.stop)
-            rows = batches[:, None] * self.batch_size + self.rows  # (n, B), over all epochs
-            yield from self.order.starts(rows)  # (B,) each
+            # Of rows counted over all epochs, (n, B).
+            yield from self.order.starts(batches[:, None] * self.batch_size + self.rows)
 
 
 @dataclass(eq=False)
@@ -200,21 +199,21 @@ class WindowReader:
 
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,)."""
-        indices = map(self._index, batches)  # (B, T + 1) each
         on_device = self.on_device
         if on_device is None:
-            read_ahead = map_in_threads(self._gather, indices, _READERS)
-            rows: Iterator[Tensor] = map(self._copy, read_ahead)
+            rows: Iterator[Tensor] = map(
+                self._copy, map_in_threads(self._gather, batches, _READERS)
+            )
         else:
-            rows = (on_device[self._copy(index)].long() for index in indices)
+            rows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
         for window in rows:  # (B, T + 1)
             yield window[:, :-1], window[:, 1:]
 
     def _index(self, starts: Array) -> Array:
         return np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)
 
-    def _gather(self, index: Array) -> Array:
-        return self.tokens[index].astype(np.int64)  # (B, T + 1)
+    def _gather(self, starts: Array) -> Array:
+        return self.tokens[self._index(starts)].astype(np.int64)  # (B, T + 1)
 
     def _copy(self, values: Array) -> Tensor:
         tensor = torch.from_numpy(values)

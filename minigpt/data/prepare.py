@@ -142,7 +142,6 @@ def _load_bins(
 def _build_tokenizer(
     settings: Settings, folder: Path, alphabet: str, texts: Iterable[str]
 ) -> Tokenizer:
-    """Build the tokenizer of the config group: of an alphabet, of training texts, or by name."""
     match settings["name"]:
         case CharTokenizer.name:
             return CharTokenizer(alphabet)
@@ -355,7 +354,7 @@ def _build_meta(
     """Check the token files and return the values of `meta.json`."""
     # Both splits must have documents, and should share none.
     name = sources[0].name
-    documents = [*map(len, batches.hashes)]
+    documents = [len(hashes) for hashes in batches.hashes]
     if 0 in documents:
         empty = documents.index(0)
         if len(sources) > 1 or not any(documents):
@@ -374,22 +373,22 @@ def _build_meta(
         tokenizer.separated = documents[TRAIN] > 1
     sums = [source.sha256 for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
-    meta = {
+    meta: dict[str, object] = {
         "format": FORMAT,
         "name": name,
         "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
         "dtype": dtype,
     }
     for i, split in enumerate(SPLITS):
-        size = (folder / f"{split}.bin").stat().st_size
         meta[split] = {
             "documents": documents[i],
             "bytes": batches.bytes[i],
-            "tokens": size // np.dtype(dtype).itemsize,
+            "tokens": (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize,
         }
-    meta["provenance"] = {**provenance, "duplicates": duplicates}
-    meta["tokenizer"] = tokenizer.to_dict()
-    return meta
+    return meta | {
+        "provenance": {**provenance, "duplicates": duplicates},
+        "tokenizer": tokenizer.to_dict(),
+    }
 
 
 def _lock(target: Path) -> AbstractContextManager[object]:

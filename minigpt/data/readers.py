@@ -149,16 +149,15 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
         else:
             files.append(file)
 
-    # Tell what is skipped, or why there is nothing to read.
-    reasons = ", ".join(sorted(set(skipped))[:10])
-    counted = f"{len(skipped):,} files of {given} are skipped ({reasons})"
+    # Warn of what is skipped, or raise if there is nothing to read.
+    kinds = ", ".join(sorted(set(skipped))[:10])
+    counted = f"{len(skipped):,} files of {given} are skipped ({kinds})"
     if files and skipped:
         warn(f"{counted}; a pattern such as '**/*.py' reads any suffix, a path any file")
     if not files:
-        state = "matches no file" if has_magic(str(given)) else "does not exist"
         problem = (
-            f"{state}; give a file, a folder, a pattern such as 'texts/**/*.txt', "
-            f"or a list [a.txt,b.txt]"
+            f"{'matches no file' if has_magic(str(given)) else 'does not exist'}; "
+            f"give a file, a folder, a pattern such as 'texts/**/*.txt', or a list [a.txt,b.txt]"
         )
         if is_folder:
             problem = (
@@ -170,7 +169,7 @@ def _find(given: Path, setting: str, data_folder: Path) -> list[Path]:
 
 
 def _expand(pattern: str) -> Iterator[Path]:
-    """Yield what a pattern matches, as glob does; but `**` enters a folder once, despite links."""
+    # As glob does, but `**` enters a folder once, however many links lead to it.
     head, *tail = re.split(r"(?<![^/])\*\*(?:/|$)", pattern, maxsplit=1)
     if not tail:
         yield from map(Path, glob(pattern))
@@ -185,7 +184,6 @@ def _expand(pattern: str) -> Iterator[Path]:
 
 
 def _is_output(entry: Path, data_folder: Path) -> bool:
-    """Return whether an earlier run or preparation wrote an entry of a folder."""
     name = entry.name
     return (
         _is_run(entry)
@@ -292,8 +290,7 @@ def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChun
 
 def cut_point(text: str) -> int:
     """Find the last place where all `tokenizer.PATTERNS` split, whatever follows; else 0."""
-    start = max(0, len(text) - _CUT_WINDOW)
-    found = (pattern.match(text, start) for pattern in _CUTS)
+    found = (pattern.match(text, max(0, len(text) - _CUT_WINDOW)) for pattern in _CUTS)
     return next((cut.end() for cut in found if cut), 0)
 
 

@@ -32,8 +32,7 @@ from minigpt.utils.files import atomic_write, checksums, download, sha256_json
 from minigpt.utils.ranks import world_size
 from minigpt.utils.terminal import warn
 
-TRAIN = 0
-VAL = 1
+TRAIN, VAL = 0, 1
 SplitChunk = tuple[int, TextChunk]  # split, and a chunk whose `first` starts a document of it
 
 
@@ -100,9 +99,10 @@ def split_chunks(sources: Sequence[Source], rule: Settings, cut: int) -> Iterato
                 begin += len(text)
             else:
                 if first:
-                    digest = blake2b(text.encode(), digest_size=8).digest()
-                    is_val = int.from_bytes(digest, "little") < rule["val_fraction"] * 2**64
-                    split = VAL if is_val else TRAIN
+                    number = int.from_bytes(
+                        blake2b(text.encode(), digest_size=8).digest(), "little"
+                    )
+                    split = VAL if number < rule["val_fraction"] * 2**64 else TRAIN
                 yield split, chunk
 
 
@@ -171,7 +171,7 @@ def _from_files(
 
 
 def _name_of(path: str, copy: str) -> str:
-    """Return a name for a path: of a pattern, its last part without a wildcard."""
+    # Of a pattern, its last part without a wildcard.
     if copy != path:
         return "stdin"
     given = Path(path).expanduser()

@@ -136,8 +136,7 @@ class Tokens:
         ids = np.empty(positions.size, self.dtype)
         files = np.searchsorted(self.starts[1:], positions, side="right")  # of each position
         # Neighbors within one file are gathered together.
-        bounds = [*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]
-        for a, b in pairwise(bounds):
+        for a, b in pairwise([*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]):
             ids[a:b] = self.map(int(files[a]))[positions[a:b] - self.starts[files[a]]]
         self._check(ids, positions)
         return ids.reshape(index.shape)  # (B, T)
@@ -155,7 +154,7 @@ class Tokens:
         return ids
 
     def _map(self, i: int) -> Ids:
-        """Map a file without read-ahead, since windows are anywhere in it."""
+        # Without read-ahead, since windows are anywhere in the file.
         with open(self.files[i], "rb") as content:
             pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
         if sys.platform != "win32":
@@ -206,9 +205,8 @@ def load(folder: Path) -> Corpus:
 def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:
     for key in ("tokens", "bytes", "documents"):
         require(key, sizes[key], *NON_NEGATIVE_INT)
-    found = file.stat().st_size
     expected = sizes["tokens"] * np.dtype(dtype).itemsize
-    if found != expected:
+    if (found := file.stat().st_size) != expected:
         raise UserError(f"{file} has {found} bytes, {META} needs {expected}")
     return Split([file], sizes["tokens"], sizes["bytes"], sizes["documents"])
 
@@ -242,13 +240,14 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
 
     # All of one tokenizer, as far as can be seen, and of one width.
     for meta in {file.with_name(META) for file in (*train, *val)}:
-        if _is_own_meta(meta):
-            described = from_dict(read_json(meta).get("tokenizer"))
-            if described.token_bytes != tokenizer.token_bytes:
-                raise UserError(
-                    f"{meta.parent} has token files of another tokenizer; "
-                    f"give files of one, and tokenizer=…"
-                )
+        if (
+            _is_own_meta(meta)
+            and from_dict(read_json(meta).get("tokenizer")).token_bytes != tokenizer.token_bytes
+        ):
+            raise UserError(
+                f"{meta.parent} has token files of another tokenizer; "
+                f"give files of one, and tokenizer=…"
+            )
     if len(widths) > 1:
         raise UserError(
             f"data.train_bin and data.val_bin must have ids of one width, got several; {_WRITE}"
@@ -263,8 +262,8 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
     tokens = Tokens(val, dtype, vocab_size, val_headers)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for begin in range(0, len(tokens), _SCAN_TOKENS):
-        ids = tokens[begin : begin + _SCAN_TOKENS].astype(np.int64)
-        counts += np.bincount(ids, minlength=vocab_size)
+        ids = tokens[begin : begin + _SCAN_TOKENS]
+        counts += np.bincount(ids.astype(np.int64), minlength=vocab_size)
     sizes = [len(tokenizer.token_bytes.get(i, b"")) for i in range(vocab_size)]
     end = tokenizer.end_token
     documents = 0 if end is None else int(counts[end])
@@ -332,7 +331,16 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
 
     # An array of NumPy.
     if head.startswith(np.lib.format.MAGIC_PREFIX):
-        return _numpy_layout(name, file)
+        try:
+            array = np.load(file, mmap_mode="r")
+        except (ValueError, OSError) as error:
+            raise UserError(f"{name} cannot be read by NumPy ({error})") from error
+        dtype = array.dtype
+        if array.ndim != 1 or dtype.kind not in "iu" or dtype.newbyteorder("<") != dtype:
+            raise UserError(
+                f"{name} must be an array of integers (N,), got {dtype} {array.shape}; {_WRITE}"
+            )
+        return dtype.itemsize, array.offset
 
     # A file of llm.c.
     magic, version, n_tokens = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
@@ -365,19 +373,6 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
             f"{_WRITE}"
         )
     return width, 0
-
-
-def _numpy_layout(name: str, file: Path) -> tuple[int, int]:
-    try:
-        array = np.load(file, mmap_mode="r")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{name} cannot be read by NumPy ({error})") from error
-    is_little_endian = array.dtype.newbyteorder("<") == array.dtype
-    if array.ndim != 1 or array.dtype.kind not in "iu" or not is_little_endian:
-        raise UserError(
-            f"{name} must be an array of integers (N,), got {array.dtype} {array.shape}; {_WRITE}"
-        )
-    return array.dtype.itemsize, array.offset
 
 
 def _alternates(file: Path, width: int) -> bool:

@@ -138,8 +138,7 @@ class CharTokenizer(Tokenizer):
         self.token_bytes = {i: whole_characters(c).encode() for i, c in enumerate(alphabet)}
         # The id of each code point, or vocab_size if it has none; the last entry is for all higher.
         points = _code_points(alphabet)
-        dtype = token_dtype(self.vocab_size + 1)
-        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype)
+        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, token_dtype(self.vocab_size + 1))
         self._ids[points] = np.arange(self.vocab_size)
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
@@ -218,10 +217,9 @@ class BPETokenizer(Tokenizer):
         self.vocab_size = max(len(tokens), max(ids) + 1)
         self.token_bytes = dict.fromkeys(special.values(), b"")
         self.token_bytes |= {rank: token for token, rank in ranks.items()}
+        self.separator = np.array([special[SEPARATOR]], dtype=token_dtype(self.vocab_size))
         self._ranks = ranks
-        self._dtype = token_dtype(self.vocab_size)
         self._local = threading.local()
-        self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
     @classmethod
     def from_tiktoken(cls, name: str, folder: Path) -> "BPETokenizer":
@@ -233,16 +231,22 @@ class BPETokenizer(Tokenizer):
         Raises:
             UserError: no encoding has this name, or a file of it cannot be downloaded.
         """
+        # Download what is missing.
         names = (CharTokenizer.name, ByteTokenizer.name, cls.trained, *PATTERNS)
         require("tokenizer.name", name, *one_of(names))
         cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
         part = "/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken"
-        missing = []
+        files = {
+            url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
+            for url in _SHA256
+            if part in url
+        }
         try:
-            for url in [url for url in _SHA256 if part in url]:
-                file = cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest()
-                if not download(url, _SHA256[url], file):
-                    missing.append(f"{url} as {file}")
+            missing = [
+                f"{url} as {file}"
+                for url, file in files.items()
+                if not download(url, _SHA256[url], file)
+            ]
         except OSError as error:
             raise UserError(
                 f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
@@ -253,13 +257,14 @@ class BPETokenizer(Tokenizer):
                 f"the files of tokenizer={name} could not be downloaded; save "
                 f"{', and '.join(missing)}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
             )
-        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())  # where tiktoken reads the files
+
+        # Read the files as tiktoken does.
+        os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())
         import tiktoken  # slow to import
 
         encoding = tiktoken.get_encoding(name)
-        id_of = encoding.encode_single_token
-        special = {token: id_of(token) for token in encoding.special_tokens_set}
-        tokens = {id_of(token): token for token in encoding.token_byte_values()}
+        special = {t: encoding.encode_single_token(t) for t in encoding.special_tokens_set}
+        tokens = {encoding.encode_single_token(t): t for t in encoding.token_byte_values()}
         return cls(name, [tokens.get(i) for i in range(max(tokens) + 1)], special)
 
     @classmethod
@@ -276,18 +281,17 @@ class BPETokenizer(Tokenizer):
         )
         ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
         tokens = [bytes(token) for token, _ in ranks]
-        most = len(tokens) + 1  # with SEPARATOR
         require(
             "tokenizer.vocab_size",
             vocab_size,
-            lambda size: size <= most,
-            f"at most {most} for this training text",
+            lambda size: size <= len(tokens) + 1,  # with SEPARATOR
+            f"at most {len(tokens) + 1} for this training text",
         )
         return cls(cls.trained, tokens, {SEPARATOR: vocab_size - 1})
 
     def encode(self, text: str) -> Ids:
         ids = self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=())
-        return ids.astype(self._dtype)
+        return ids.astype(self.separator.dtype)
 
     @property
     def start(self) -> Ids:
@@ -317,7 +321,7 @@ class BPETokenizer(Tokenizer):
 
     @property
     def _encoding(self) -> "tiktoken.Encoding":
-        """tiktoken's encoding of this thread: threads that share one wait for each other."""
+        # One per thread: threads that share one wait for each other.
         if not hasattr(self._local, "encoding"):
             import tiktoken  # slow to import, and not needed to decode
 

@@ -36,7 +36,7 @@ def is_number(value: object) -> bool:
 
 
 def as_integer(value: Any) -> Any:
-    """Return a whole number written as a float, such as 1e4, as an int; any other value as it is."""
+    """Return a whole number written as a float, such as 1e4, as an int; else the value."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

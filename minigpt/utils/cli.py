@@ -51,7 +51,7 @@ def error_text(error: BaseException) -> str:
 
 def explain(error: BaseException) -> tuple[str, int]:
     """Return one line for an error and its exit code."""
-    # Hydra's error around the real one, and the ImportError of an extension module for a signal.
+    # Hydra wraps the real error, and an extension module a signal during its import.
     name = type(error).__name__
     cause = error.__cause__
     if name == "InstantiationException" and isinstance(cause, ImportError):
@@ -61,13 +61,12 @@ def explain(error: BaseException) -> tuple[str, int]:
     if cause and (is_signal or name == "InstantiationException"):
         return explain(cause)
 
-    # Sockets raise errors as streams do, and Hydra raises built-in ones for some of its syntax: they
-    # are known by the modules that they come from.
+    # Sockets raise the errors of streams, and Hydra raises built-in errors for some of its syntax:
+    # the modules that raise them make the difference.
     frames = traceback.walk_tb(error.__traceback__)
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
     is_loop = name == "RecursionError" and "hydra._internal.defaults_list" in modules
-    is_of_hydra = is_loop or packages & {"hydra", "omegaconf", "antlr4", "yaml"}
     match error:
         case UserError():
             return sanitize_line(f"error: {error}"), error.exit_code
@@ -77,7 +76,7 @@ def explain(error: BaseException) -> tuple[str, int]:
             return "interrupted", 130
         case BrokenPipeError() if modules[-1:] == [replace_dead_output.__module__]:
             return "", 0
-        case _ if is_of_hydra:
+        case _ if is_loop or packages & {"hydra", "omegaconf", "antlr4", "yaml"}:
             return sanitize_line(f"error: {explain_hydra(error)}"), 2
         case OSError(strerror=str(reason)) if reason and not isinstance(error, ConnectionError):
             where = f"{error.filename}: " if error.filename else ""
@@ -87,7 +86,9 @@ def explain(error: BaseException) -> tuple[str, int]:
             if where:
                 return sanitize_line(f"{message}; choose another folder"), 2
             return sanitize_line(message), 1
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
-        advice = "lower data.batch_size (or --num-samples), or choose a smaller model"
-        return f"error: out of memory; {advice}", 1
+        case _ if isinstance(error, MemoryError) or name == "OutOfMemoryError":
+            return (
+                "error: out of memory; lower data.batch_size (or --num-samples), "
+                "or choose a smaller model"
+            ), 1
     return sanitize_line(f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)"), 1

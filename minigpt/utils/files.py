@@ -14,7 +14,7 @@ PARTIAL = f"{'[0-9a-f]' * 16}.partial"  # glob pattern of the end of temporary n
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
+    """Yield a temporary path beside `path`; on success rename it to `path`, else remove it."""
     # A name has at most 255 bytes, four per character; hosts and containers may share process ids.
     partial = path.with_name(f".{path.name[:50]}.{token_hex(8)}.partial")
     try:

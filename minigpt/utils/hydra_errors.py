@@ -47,11 +47,21 @@ def explain_hydra(error: BaseException) -> str:
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
     if missing and options:
         group, choice = missing.groups()
-        meant = did_you_mean(choice, options)
-        return f"{group}={choice} does not exist{meant}; {group}= takes {', '.join(options)}"
+        return (
+            f"{group}={choice} does not exist{did_you_mean(choice, options)}; "
+            f"{group}= takes {', '.join(options)}"
+        )
     unknown = re.search(r"Could not (?:override|delete|append) '([^']+)'", text)
     if unknown:
-        return _explain_unknown(unknown[1])
+        name = unknown[1]
+        settings = _settings()
+        group = f"{name.partition('.')[0]}="
+        chosen = [choice for choice in settings.get(name, ()) if choice.startswith(group)]
+        if chosen:
+            return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
+        if name in _ELSEWHERE:
+            return f"{name} does not exist; write {_ELSEWHERE[name]}=…"
+        return f"{name} does not exist{did_you_mean(name, settings)}; --help lists them"
 
     # Any other.
     cause = error.__cause__
@@ -69,23 +79,10 @@ def _explain_override(override: str) -> str:
         written = shell_quote(f"{key}={full}")
         return f"{override} has a comma without a value beside it; write {written}"
     # In single quotes a shell replaces nothing, and in double quotes it passes on those of Hydra.
-    written = f"\"{key}='{value}'\""
-    if re.search(r"[$`!]", value):
-        written = shell_quote(f'{key}="{value}"')
-    if not equals or re.search(r"['\"\\]", value):
-        written = "key=value"
+    single = shell_quote(f'{key}="{value}"')
+    quoted = single if re.search(r"[$`!]", value) else f"\"{key}='{value}'\""
+    written = "key=value" if not equals or re.search(r"['\"\\]", value) else quoted
     return f"cannot parse the override {override}; in a shell, write {written}"
-
-
-def _explain_unknown(name: str) -> str:
-    settings = _settings()
-    group = name.partition(".")[0]
-    chosen = [choice for choice in settings.get(name, ()) if choice.startswith(f"{group}=")]
-    if chosen:
-        return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
-    if name in _ELSEWHERE:
-        return f"{name} does not exist; write {_ELSEWHERE[name]}=…"
-    return f"{name} does not exist{did_you_mean(name, settings)}; --help lists them"
 
 
 def written_as(name: str) -> str:
@@ -100,10 +97,9 @@ def _settings() -> dict[str, list[str]]:
     """Return the groups and dotted settings in `configs/`, with GROUP=CHOICE of their files."""
     import yaml  # a dependency of Hydra
 
-    configs = ROOT / "configs"
     found: dict[str, list[str]] = {}
-    for file in sorted(configs.rglob("*.yaml")):
-        group = file.parent.relative_to(configs).as_posix()
+    for file in sorted((ROOT / "configs").rglob("*.yaml")):
+        group = file.parent.relative_to(ROOT / "configs").as_posix()
         text = file.read_text(encoding="utf-8")
         found.setdefault(group, [])
         inside = group in (".", "hydra/help") or "@package _global_" in text

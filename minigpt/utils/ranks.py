@@ -57,7 +57,7 @@ def env_number(name: str, default: int) -> int:
 
 
 def launcher_sizes() -> tuple[int, int] | None:
-    """Return (nodes, processes per node) that torchrun or srun started; None for a process alone."""
+    """Return (nodes, processes per node) that torchrun started; None for a process alone."""
     if rank_variables() != TORCHRUN:
         return None
     size = int(os.environ["WORLD_SIZE"])

@@ -18,7 +18,7 @@ REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL, which Windows does not define: a job scri
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. No Exception, which libraries would swallow."""
+    """A signal ended the run; not an Exception, because libraries swallow those."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -29,7 +29,7 @@ class Interrupted(BaseException):
 
 
 def exit_on_requeue_signal() -> None:
-    """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal` replaces the handler."""
+    """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal`."""
     if REQUEUE_SIGNAL and signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
         signal.signal(REQUEUE_SIGNAL, _exit_for_requeue)
 
@@ -39,7 +39,10 @@ def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
 
 
 def raise_on_signal() -> AbstractContextManager[None]:
-    """Raise `Interrupted` on signals that would kill the process; other handlers, such as submitit's, stay."""
+    """Raise `Interrupted` on signals that would kill the process.
+
+    Other handlers, such as submitit's, stay.
+    """
     default = (signal.SIG_DFL, signal.default_int_handler, _exit_for_requeue)
     signums = [signum for signum in END_SIGNALS if signal.getsignal(signum) in default]
     return handle_signals(signums, raise_interrupted)

@@ -29,14 +29,14 @@ def warn(message: str) -> None:
         log(f"warning: {message}")
 
 
-def notebook() -> Any:
-    """Return the kernel of IPython if this process runs the cells of a notebook, else None."""
-    return getattr(getattr(sys.modules.get("IPython"), "get_ipython", object)(), "kernel", None)
-
-
 def log(line: str) -> None:
     """Print a line to stderr."""
     print(sanitize_line(line), file=sys.stderr, flush=True)
+
+
+def notebook() -> Any:
+    """Return the kernel of IPython if this process runs the cells of a notebook, else None."""
+    return getattr(getattr(sys.modules.get("IPython"), "get_ipython", object)(), "kernel", None)
 
 
 def escape_unencodable() -> None:
@@ -60,8 +60,9 @@ def replace_dead_output(*, ends_script: bool) -> None:
             stream = os.fdopen(number, "w", encoding="utf-8")
             setattr(sys, name, stream)
         for method in ("write", "flush"):  # replaced in place, because loggers hold the streams
-            write = getattr(stream, method)
-            replaced = partial(_write_or_replace, write, stream.fileno, ends_script)
+            replaced = partial(
+                _write_or_replace, getattr(stream, method), stream.fileno, ends_script
+            )
             setattr(stream, method, replaced)
     escape_unencodable()
 
@@ -79,14 +80,14 @@ def _write_or_replace(
 
 
 def sanitize_line(text: str) -> str:
-    """Return text as one printable line of bounded length, for messages that quote files or user input."""
+    """Return text as one printable line of bounded length: messages quote files and user input."""
     line = " ".join(text.split())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]} …"
 
 
 def unescape(text: str) -> str:
-    r"""Replace `\n`, `\t` and `\\`, which every shell passes on, by the characters they stand for."""
+    r"""Replace `\n`, `\t` and `\\`, which every shell passes on, by what they stand for."""
     return re.sub(r"\\[nt\\]", lambda found: _TYPED[found[0]], text)
 
 

@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield `function(item)` of each item, in order, while up to `threads` threads work on the next ones."""
+    """Yield `function(item)` of each item, in order; `threads` threads work on the next ones."""
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for item in items:
