@@ -42,7 +42,8 @@ class WindowOrder:
         self.block_size = block_size
         self.seed = seed
         self.last_start = n_tokens - 1 - block_size
-        # As many in all epochs, overlapping by half a window or more, which gives that many offsets
+        # All epochs have the same number, which overlap by half a window or more in all: so many
+        # are the offsets.
         self.n_windows = 1 - (-2 * self.last_start - block_size) // (2 * block_size)
         self.overlap = (self.n_windows - 1) * block_size - self.last_start
         self.n_edge = min(_EDGE_WINDOWS, self.n_windows - 1)
@@ -56,13 +57,13 @@ class WindowOrder:
             starts[in_epoch] = self._epoch_starts(int(epoch), positions[in_epoch])
         return starts
 
-    def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) both
+    def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) to (N,)
         # The random numbers of the epoch: keys of its order, its offset, its places of overlap.
         is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
         n_keys = self.n_windows if is_shuffled else _FEISTEL_ROUNDS
         numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
         keys = numbers[:n_keys].astype(np.uint64)
-        offset, first, last = numbers[n_keys:].tolist()
+        offset, first_place, last_place = numbers[n_keys:].tolist()
 
         # Which window of the text is read at each position.
         if is_shuffled:
@@ -72,9 +73,10 @@ class WindowOrder:
 
         # Adjacent windows would end beyond the text: after each place of overlap they move back.
         first_overlap = offset % (self.overlap + 1)
-        is_after_first = window > first % self.n_edge  # (N,)
-        is_after_last = window >= self.n_windows - 1 - last % self.n_edge  # (N,)
-        moved = first_overlap * is_after_first + (self.overlap - first_overlap) * is_after_last
+        last_overlap = self.overlap - first_overlap
+        is_after_first = window > first_place % self.n_edge  # (N,)
+        is_after_last = window >= self.n_windows - 1 - last_place % self.n_edge  # (N,)
+        moved = first_overlap * is_after_first + last_overlap * is_after_last  # (N,)
         return np.clip(window * self.block_size - moved, 0, self.last_start)  # (N,)
 
 
@@ -136,8 +138,9 @@ class Batches:
         n = max(1, _ROWS_PER_LOOKUP // self.batch_size)  # batches per lookup
         for begin in range(self.first(), self.stop, n):
             batches = np.arange(begin, min(begin + n, self.stop)) % (self.repeat or self.stop)
-            # Of rows counted over all epochs, (n, B).
-            yield from self.order.starts(batches[:, None] * self.batch_size + self.rows)
+            # Row r of batch i reads the window at position i * batch_size + r, over all epochs.
+            positions = batches[:, None] * self.batch_size + self.rows  # (n, B)
+            yield from self.order.starts(positions)  # (B,) each
 
 
 @dataclass(eq=False)
@@ -201,12 +204,11 @@ class WindowReader:
         """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,)."""
         on_device = self.on_device
         if on_device is None:
-            rows: Iterator[Tensor] = map(
-                self._copy, map_in_threads(self._gather, batches, _READERS)
-            )
+            read_ahead = map_in_threads(self._gather, batches, _READERS)
+            windows: Iterator[Tensor] = map(self._copy, read_ahead)
         else:
-            rows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
-        for window in rows:  # (B, T + 1)
+            windows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
+        for window in windows:  # (B, T + 1)
             yield window[:, :-1], window[:, 1:]
 
     def _index(self, starts: Array) -> Array:

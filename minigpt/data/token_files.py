@@ -142,7 +142,7 @@ class Tokens:
         return ids.reshape(index.shape)  # (B, T)
 
     def _read(self, begin: int, end: int) -> Ids:
-        ids = np.empty(end - begin, self.dtype)  # read, because to map the files would be slower
+        ids = np.empty(end - begin, self.dtype)  # without mapping the files, which is slower
         first = np.searchsorted(self.starts[1:], begin, side="right")
         for i in range(first, np.searchsorted(self.starts[:-1], end)):
             a = max(begin, self.starts[i])

@@ -129,6 +129,7 @@ class CharTokenizer(Tokenizer):
     name = "char"
 
     def __init__(self, alphabet: str) -> None:
+        points = _code_points(alphabet)
         if not alphabet or list(alphabet) != sorted(set(alphabet)):
             raise UserError(
                 "the alphabet of a char tokenizer must be distinct characters in code-point order"
@@ -137,7 +138,6 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(alphabet)
         self.token_bytes = {i: whole_characters(c).encode() for i, c in enumerate(alphabet)}
         # The id of each code point, or vocab_size if it has none; the last entry is for all higher.
-        points = _code_points(alphabet)
         self._ids = np.full(int(points[-1]) + 2, self.vocab_size, token_dtype(self.vocab_size + 1))
         self._ids[points] = np.arange(self.vocab_size)
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
@@ -180,7 +180,7 @@ class BPETokenizer(Tokenizer):
         name: a tiktoken encoding, or "bpe" for one trained on a corpus.
         tokens: the bytes of each id; None for special and unused ids.
         special: ids of the special tokens, SEPARATOR among them.
-        separated: the corpus has SEPARATOR between its documents, so it may be an empty prompt.
+        separated: the corpus has SEPARATOR between its documents, so it stands for an empty prompt.
     """
 
     trained = "bpe"  # name of an encoding trained on a corpus

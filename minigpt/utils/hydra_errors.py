@@ -110,7 +110,6 @@ def _settings() -> dict[str, list[str]]:
 
 
 def _keys(node: object, prefix: str) -> Iterator[str]:
-    if isinstance(node, dict):
-        for key in node:
-            yield f"{prefix}{key}"
-            yield from _keys(node[key], f"{prefix}{key}.")
+    for key, value in node.items() if isinstance(node, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _keys(value, f"{prefix}{key}.")
