@@ -387,10 +387,10 @@ def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextC
             whole = text if text.isascii() else whole_characters(text)
             return TextChunk(whole.replace("\r\n", "\n").replace("\r", "\n"), True)
     others = [key for key, value in cells.items() if isinstance(value, str)][:10]
-    listed = f"the {kind}s with text are {', '.join(others)}"
-    listed = listed if others else f"there is no {kind} with text"
-    problem = f"{kind} {field} holds {type(cells.get(field)).__name__}, not text"
-    problem = problem if field in cells else f"no text in {kind} {field}"
+    names = f"the {kind}s with text are {', '.join(others)}"
+    listed = names if others else f"there is no {kind} with text"
+    held = f"{kind} {field} holds {type(cells.get(field)).__name__}, not text"
+    problem = held if field in cells else f"no text in {kind} {field}"
     raise UserError(
         f"{where}: {problem}; {listed}; set data.field=… (--field of {usage('sample')})"
     )
