@@ -1,79 +1,142 @@
-"""Compose the points of a sweep: Hydra composes each combination of group choices once, and values act on a copy.
+"""Compose the points of a sweep.
 
-Hydra takes 0.2 s for a configuration, nearly all of it for its files, which the choices alone determine.
+Hydra takes 0.2 s for a configuration, nearly all of it for its files, which the choices of groups
+alone determine. So it composes each combination of choices once, and values act on a copy.
 """
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra._internal.defaults_list import Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.run_config import normalize, use_outside_values
 from minigpt.sweeps.point_settings import hydra_settings
+from minigpt.sweeps.results import Point
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import log
 
 
-def compose(
-    loader: Any,
-    master: DictConfig,
-    hydra: Mapping[str, Any],
-    line: Sequence[str],
-    once: Callable[..., Any],
-) -> tuple[DictConfig, DictConfig]:
-    """Return what `loader.load_sweep_config` composes for a command line without Hydra's own node, and that node.
+class Composer:
+    """Compose the configurations of the points of one sweep.
 
     Args:
-        master: configuration of the sweep.
-        hydra: `hydra_settings` of the sweep, which all points must have.
-        once: calls a function once for the same arguments.
+        loader: Hydra's.
+        cfg: configuration of the sweep.
     """
-    parse = OverridesParser.create().parse_overrides
-    parsed = [override for text in line for override in once(parse, [text])]
-    _, groups = once(
-        loader._parse_overrides_and_create_caching_repo,
-        master.hydra.job.config_name,
-        [*master.hydra.overrides.hydra],
-    )
 
-    def by_hydra(*overrides: str) -> bytes:
-        config = loader.load_sweep_config(master, [*overrides])
-        own = hydra_settings(config)
-        if changed := [key for key in {**hydra, **own} if own.get(key) != hydra.get(key)]:
-            raise UserError(
-                f"{changed[0]} must be the same at all points of a sweep; set it on the command line"
+    def __init__(self, loader: Any, cfg: DictConfig) -> None:
+        self.loader = loader
+        self.cfg = cfg
+        self.hydra = hydra_settings(cfg)  # all points must have these
+        self.given: dict[str, Override] = {}  # the command line of the sweep, by name
+        self.results: dict[str, Any] = {}  # those of `once`
+
+    def parse(self, overrides: Mapping[str, str]) -> None:
+        """Parse the command line of the sweep: overrides by name, as `by_name` returns them."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        parsed = parser.parse_overrides([*overrides.values()])
+        self.given = dict(zip(overrides, parsed, strict=True))
+
+    def overrides(self, values: Mapping[str, str]) -> list[str]:
+        """Return the command line of a point: that of the sweep, with one value per axis."""
+        line = []
+        for name, override in self.given.items():
+            if name in values:
+                line.append(f"{override.get_key_element()}={values[name]}")
+            else:
+                line.append(str(override.input_line))
+        return self.once(complete_overrides, line)  # links are resolved once, because they may move
+
+    def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
+        """Compose the configuration of a point, as its job will, and the node of Hydra."""
+        cfg, hydra = self.compose_line(self.overrides(values))
+        normalize(cfg)
+        return cfg, hydra
+
+    def compose_line(self, line: Sequence[str]) -> tuple[DictConfig, DictConfig]:
+        """Return what `loader.load_sweep_config` composes, without Hydra's own node, and that node.
+
+        Args:
+            line: overrides, complete.
+        """
+        # Parse the line.
+        parse = OverridesParser.create().parse_overrides
+        parsed: list[Override] = []
+        for text in line:
+            parsed += self.once(parse, [text])
+        # Separate values from choices of groups; several values in one setting are left to Hydra,
+        # which refuses them.
+        values: list[Override] = []
+        if not any(override.is_sweep_override() for override in parsed):
+            _, groups = self.once(
+                self.loader._parse_overrides_and_create_caching_repo,
+                self.cfg.hydra.job.config_name,
+                [*self.cfg.hydra.overrides.hydra],
             )
-        return pickle.dumps(config)
+            values = Overrides(groups, parsed).config_overrides
+        choices = [override.input_line for override in parsed if override not in values]
+        # Let the values act on a copy of what Hydra composes for the choices.
+        cfg: DictConfig = pickle.loads(self.once(self._pickled, *choices))
+        self.loader._apply_overrides_to_config(values, cfg)
+        # Remove the node of Hydra; resolvers remember what they returned to the sweep.
+        with open_dict(cfg):
+            hydra = cfg.pop("hydra")
+        OmegaConf.copy_cache(self.cfg, cfg)
+        return cfg, hydra
 
-    # Several values in one setting are refused by Hydra.
-    several = any(override.is_sweep_override() for override in parsed)
-    values = [] if several else Overrides(groups, parsed).config_overrides
-    config: DictConfig = pickle.loads(
-        once(by_hydra, *(each.input_line for each in parsed if each not in values))
-    )
-    loader._apply_overrides_to_config(values, config)
-    with open_dict(config):
-        own = config.pop("hydra")
-    OmegaConf.copy_cache(master, config)
-    return config, own
+    def job_cfg(self, point: Point, overrides: Sequence[str]) -> DictConfig:
+        """Return what a point was checked with, what its job adds, and the node of Hydra.
+
+        Args:
+            overrides: those of the point, and then those that its job adds.
+        """
+        cfg, hydra = self.compose(point.overrides)
+        use_outside_values(cfg)
+        OmegaConf.update(cfg, "hydra", self.cfg.hydra, force_add=True)
+        # The node of the sweep has the choices and the overrides of all points; put in the job's.
+        parsed = OverridesParser.create().parse_overrides([*overrides])
+        task = [override for override in parsed if not override.is_hydra_override()]
+        dirname = get_overrides_dirname(task, **hydra.job.config.override_dirname)
+        cfg.hydra.runtime.choices = hydra.runtime.choices
+        cfg.hydra.overrides.task = [override.input_line for override in task]
+        cfg.hydra.job.override_dirname = dirname
+        # Apply what the job adds.
+        added = parsed[len(self.overrides(point.overrides)) :]
+        self.loader._apply_overrides_to_config(added, cfg)
+        return cfg
+
+    def once(self, load: Callable[..., Any], *args: object) -> Any:
+        """Call a function once for the same arguments, such as those of a corpus."""
+        key = f"{load.__name__} {args}"
+        if key not in self.results:
+            try:
+                self.results[key] = load(*args)
+            except (UserError, ConfigCompositionException) as error:
+                self.results[key] = error
+        result = self.results[key]
+        if isinstance(result, Exception):
+            raise result.with_traceback(None)  # it would grow with each point
+        return result
+
+    def _pickled(self, *choices: str) -> bytes:
+        cfg = self.loader.load_sweep_config(self.cfg, [*choices])
+        own = hydra_settings(cfg)
+        for key in {**self.hydra, **own}:
+            if own.get(key) != self.hydra.get(key):
+                raise UserError(
+                    f"{key} must be the same at all points of a sweep; set it on the command line"
+                )
+        return pickle.dumps(cfg)
 
 
 def values_of(override: Override) -> Iterator[str]:
     """Return the values of a setting: one, or those over which it is swept."""
-    return (
-        override.sweep_string_iterator()
-        if override.is_sweep_override()
-        else iter([override.get_value_string()])
-    )
-
-
-def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
-    """Yield points that are checked; print before how many there are, and every few seconds how many are left."""
-    for done, point in enumerate(points):
-        left = n_points - done
-        if n_points > 20 and done % 250 == 0:  # 20 ms each
-            log(f"{left:,} points to check, about {left // 50 + 1} s")
-        yield point
+    if override.is_sweep_override():
+        return override.sweep_string_iterator()
+    return iter([override.get_value_string()])

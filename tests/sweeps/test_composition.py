@@ -9,8 +9,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from small_runs import CONFIGS
 
-from minigpt.sweeps.composition import compose
-from minigpt.sweeps.point_settings import hydra_settings
+from minigpt.sweeps.composition import Composer
 
 MINE = """# @package _global_
 defaults: [{override /model: baby}]
@@ -66,13 +65,7 @@ def composers(tmp_path_factory):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         master = hydra.compose_config("train", overrides, run_mode=RunMode.MULTIRUN)
-        remembered = {}
-
-        def once(function, *args):
-            key = f"{function.__name__} {args}"
-            if key not in remembered:
-                remembered[key] = function(*args)
-            return remembered[key]
+        composer = Composer(hydra.config_loader, master)
 
         def expected(line):
             config = hydra.config_loader.load_sweep_config(master, line)
@@ -80,13 +73,7 @@ def composers(tmp_path_factory):
                 del config["hydra"]
             return config
 
-        yield (
-            expected,
-            lambda line: compose(hydra.config_loader, master, hydra_settings(master), line, once)[
-                0
-            ],
-            master,
-        )
+        yield expected, lambda line: composer.compose_line(line)[0], master
 
 
 def described(node):

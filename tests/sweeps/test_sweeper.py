@@ -32,6 +32,7 @@ from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wa
 
 from minigpt.extras.search.search import short_text
 from minigpt.runs.run_dir import is_locked, read_summary, write_summary
+from minigpt.sweeps.composition import Composer
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import (
     BITS,
@@ -43,7 +44,7 @@ from minigpt.sweeps.results import (
     read_plan,
     read_sweep,
 )
-from minigpt.sweeps.sweeper import SAME, Sweeper, announced
+from minigpt.sweeps.sweeper import SAME, announced
 from minigpt.utils.errors import RunError, UserError
 
 
@@ -129,17 +130,17 @@ def plan(text, tmp_path, monkeypatch):
     """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
     for name in ("report", "publish"):  # the plot takes longer than the rest
         monkeypatch.setattr(f"minigpt.sweeps.report.{name}", lambda *_: None)
-    compose, composed = Sweeper.compose, {}
+    compose, composed = Composer.compose, {}
 
-    def compose_once(sweeper, values):
-        line = (os.environ.get("LR"), *sweeper._overrides(values))
+    def compose_once(composer, values):
+        line = (os.environ.get("LR"), *composer.overrides(values))
         return (
             composed[line]
             if line in composed
-            else composed.setdefault(line, compose(sweeper, values))
+            else composed.setdefault(line, compose(composer, values))
         )
 
-    monkeypatch.setattr(Sweeper, "compose", compose_once)
+    monkeypatch.setattr(Composer, "compose", compose_once)
 
     def sweep(*arguments, engine=None, folder=tmp_path / "sweep"):
         quoted = str(folder).replace("'", r"\'")
@@ -228,7 +229,7 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     points = [point for point in sweeper.points if point.reason != SAME]
     expected = singles(sweeper, line)
     assert [
-        plain(lambda *line: sweeper.compose(*line)[0], point.overrides) for point in points
+        plain(lambda *line: sweeper.composer.compose(*line)[0], point.overrides) for point in points
     ] == expected  # which is checked
     names = [point.folder.name for point in points]
     assert len(set(names)) == len(names)
