@@ -37,12 +37,6 @@ class Composer:
         self.given: dict[str, Override] = {}  # the command line of the sweep, by name
         self.results: dict[str, Any] = {}  # those of `once`
 
-    def parse(self, overrides: Mapping[str, str]) -> None:
-        """Parse the command line of the sweep: overrides by name, as `by_name` returns them."""
-        parser = OverridesParser.create(config_loader=self.loader)
-        parsed = parser.parse_overrides([*overrides.values()])
-        self.given = dict(zip(overrides, parsed, strict=True))
-
     def overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis."""
         line = []
@@ -67,19 +61,14 @@ class Composer:
         """
         # Parse the line.
         parse = OverridesParser.create().parse_overrides
-        parsed: list[Override] = []
-        for text in line:
-            parsed += self.once(parse, [text])
-        # Separate values from choices of groups; several values in one setting are left to Hydra,
-        # which refuses them.
-        values: list[Override] = []
-        if not any(override.is_sweep_override() for override in parsed):
-            _, groups = self.once(
-                self.loader._parse_overrides_and_create_caching_repo,
-                self.cfg.hydra.job.config_name,
-                [*self.cfg.hydra.overrides.hydra],
-            )
-            values = Overrides(groups, parsed).config_overrides
+        parsed = [self.once(parse, [text])[0] for text in line]
+        # Separate values from choices of groups.
+        _, groups = self.once(
+            self.loader._parse_overrides_and_create_caching_repo,
+            self.cfg.hydra.job.config_name,
+            [*self.cfg.hydra.overrides.hydra],
+        )
+        values = Overrides(groups, parsed).config_overrides
         choices = [override.input_line for override in parsed if override not in values]
         # Let the values act on a copy of what Hydra composes for the choices.
         cfg: DictConfig = pickle.loads(self.once(self._pickled, *choices))
@@ -102,10 +91,11 @@ class Composer:
         # The node of the sweep has the choices and the overrides of all points; put in the job's.
         parsed = OverridesParser.create().parse_overrides([*overrides])
         task = [override for override in parsed if not override.is_hydra_override()]
-        dirname = get_overrides_dirname(task, **hydra.job.config.override_dirname)
         cfg.hydra.runtime.choices = hydra.runtime.choices
         cfg.hydra.overrides.task = [override.input_line for override in task]
-        cfg.hydra.job.override_dirname = dirname
+        cfg.hydra.job.override_dirname = get_overrides_dirname(
+            task, **hydra.job.config.override_dirname
+        )
         # Apply what the job adds.
         added = parsed[len(self.overrides(point.overrides)) :]
         self.loader._apply_overrides_to_config(added, cfg)
@@ -119,10 +109,9 @@ class Composer:
                 self.results[key] = load(*args)
             except (UserError, ConfigCompositionException) as error:
                 self.results[key] = error
-        result = self.results[key]
-        if isinstance(result, Exception):
-            raise result.with_traceback(None)  # it would grow with each point
-        return result
+        if isinstance(self.results[key], Exception):
+            raise self.results[key].with_traceback(None)  # it would grow with each point
+        return self.results[key]
 
     def _pickled(self, *choices: str) -> bytes:
         cfg = self.loader.load_sweep_config(self.cfg, [*choices])

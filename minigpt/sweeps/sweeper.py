@@ -10,9 +10,9 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
 from hydra.errors import ConfigCompositionException
@@ -120,7 +120,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             RunError: a run failed; all others have ended.
         """
         with lock_sweep_dir(self.folder):
-            self._read_axes(arguments)
+            self._read_line_and_folder(arguments)
             for batch in self.batches():
                 self._run(batch)
             self._report()
@@ -142,8 +142,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Yield checked points, which run before the next batch is requested."""
         raise NotImplementedError
 
-    def _read_axes(self, arguments: Sequence[str]) -> None:
-        """Read the swept settings from the command line, and the points that the folder holds."""
+    def _read_line_and_folder(self, arguments: Sequence[str]) -> None:
         # Parse the command line. resume=auto is of the sweep: runs that have begun resume, the
         # others start as the rest of the command says.
         params = [literal(f"{key}={value}", True) for key, value in self.params.items()]
@@ -154,9 +153,22 @@ class Sweeper(hydra_sweeper.Sweeper):
         if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
             # Each plan would choose another part of the validation split.
             complete["eval_batches"] = "eval_batches=null"
-        self.composer.parse(complete)
-        # Separate the swept settings, now or by the sweep in the folder, from those of all points.
-        existing = [point for point in self._read_existing() if point.status != SKIPPED]
+        parsed = OverridesParser.create(config_loader=self.composer.loader).parse_overrides(
+            [*complete.values()]
+        )
+        self.composer.given = dict(zip(complete, parsed, strict=True))
+        # Read the points of the sweep that the folder holds, if any.
+        files = {file.name for file in self.folder.iterdir()} - {LOCK}
+        if files and PLAN not in files:
+            raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
+        if files and self.cfg.resume != "auto":
+            raise UserError(
+                f"{self.folder} holds a sweep already; resume it with resume=auto, or "
+                f"{ANOTHER_FOLDER}"
+            )
+        planned = read_plan(self.folder)[1] if files else []
+        existing = [point for point in planned if point.status != SKIPPED]
+        # Separate the settings that this command or the sweep in the folder sweeps from the others.
         swept = set[str]().union(*[point.overrides for point in existing])
         self.axes = {
             name: override
@@ -179,29 +191,10 @@ class Sweeper(hydra_sweeper.Sweeper):
                 f"{self.folder} holds a sweep that differs in {', '.join(sorted(differing))}; "
                 f"{ANOTHER_FOLDER}"
             )
-        check_unchanged = self.in_job(self._check_unchanged)
         self.existing: dict[str, Point] = {}
         for point in announced(existing, len(existing)):
-            self.existing[point.identity] = check_unchanged(point)
+            self.existing[point.identity] = self.in_job(self._check_unchanged)(point)
         self.names = {point.folder.name for point in existing}
-
-    def _read_existing(self) -> list[Point]:
-        """Read the points of the sweep that the folder holds, if any.
-
-        Raises:
-            UserError: the folder holds something else, or a sweep that is not to be resumed.
-        """
-        names = {file.name for file in self.folder.iterdir()} - {LOCK}
-        if not names:
-            return []
-        if PLAN not in names:
-            raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
-        if self.cfg.resume != "auto":
-            raise UserError(
-                f"{self.folder} holds a sweep already; resume it with resume=auto, or "
-                f"{ANOTHER_FOLDER}"
-            )
-        return read_plan(self.folder)[1]
 
     def _check_unchanged(self, point: Point) -> Point:
         """Return a point of the folder with its rungs.
@@ -212,13 +205,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         # Only the seed may be missing.
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}
         cfg, _ = self.composer.compose(values)
-        now = relevant_settings(cfg)
-        changed = []
-        for key in {**point.settings, **now}:
-            was = point.settings.get(key)
-            if key != "seed" and repr(was) != repr(now.get(key)):
-                changed.append(f"{key} ({was} there, {now.get(key)} now)")
-        if changed:
+        before = {**point.settings, "seed": None}
+        now = {**relevant_settings(cfg), "seed": None}
+        keys = [key for key in {**before, **now} if repr(before.get(key)) != repr(now.get(key))]
+        if keys:
+            changed = [f"{key} ({before.get(key)} there, {now.get(key)} now)" for key in keys]
             raise UserError(
                 f"{self.folder} holds a sweep that differs in {', '.join(changed)}; "
                 f"{ANOTHER_FOLDER}"
@@ -241,8 +232,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             point = replace(point, settings=relevant_settings(cfg))
             sized = cfg
             if cfg.minutes is not None:
-                with_possible_sizes = from_extras("with_possible_sizes")
-                sized = with_possible_sizes(cfg, self.composer.overrides(values))
+                sized = from_extras("with_possible_sizes")(cfg, self.composer.overrides(values))
             run = RunConfig.from_hydra(sized, in_job=False)
             corpus, config, pretrained = load_parts(run, self.composer.once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
@@ -255,19 +245,20 @@ class Sweeper(hydra_sweeper.Sweeper):
             return replace(point, status=SKIPPED, reason=SAME)
         # Read its status, in the folder that it had in an earlier command.
         sequences = cfg.max_steps * cfg.trainer.accumulate_grad_batches * cfg.data.batch_size
-        point = replace(
-            point,
-            folder=self.existing.get(point.identity, point).folder,
-            rungs=rung_steps(cfg) if self.prune else (),
-            planned_flops=sequences * config.block_size * config.flops_per_token(),
-            totals={"params": config.num_params()},
-            validated=corpus.validated_part(
-                config.block_size,
-                cfg.data.eval_batch_size,
-                cfg.eval_batches,
-            ),
+        point = refresh(
+            replace(
+                point,
+                folder=self.existing.get(point.identity, point).folder,
+                rungs=rung_steps(cfg) if self.prune else (),
+                planned_flops=sequences * config.block_size * config.flops_per_token(),
+                totals={"params": config.num_params()},
+                validated=corpus.validated_part(
+                    config.block_size,
+                    cfg.data.eval_batch_size,
+                    cfg.eval_batches,
+                ),
+            )
         )
-        point = refresh(point)
         # Refuse a run that was trained on something else.
         weights = pretrained.provenance(cfg.data.folder)["sha256"] if pretrained else None
         if cfg.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
@@ -278,7 +269,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         return point
 
     def _run(self, batch: Sequence[Point]) -> None:
-        """Run the possible points of a batch: with `prune` to each rung, and the best of them on."""
+        """Run a batch of points: with `prune` to each rung, and the best of them on."""
         # Print which points are skipped.
         for point in batch:
             if point.status == SKIPPED:
@@ -294,7 +285,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         self._launch(batch)
 
     def _check_comparable(self, points: Sequence[Point]) -> None:
-        """Raise UserError for points whose losses pruning or a search cannot compare."""
         texts = {point.validated for point in points} - {""}
         if len(texts) > 1 and (self.prune or self.compares_batches):
             raise UserError(
@@ -303,9 +293,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             )
         fractions = set()
         for point in points:
-            fractions.add(
-                tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs)
-            )
+            fractions.add(tuple(step / point.settings["max_steps"] for step in point.rungs))
         if len(fractions - {()}) > 1:
             raise UserError(
                 "eval_every must let all points validate at the same fractions of max_steps "
@@ -318,19 +306,18 @@ class Sweeper(hydra_sweeper.Sweeper):
         others: Sequence[Point],
         rung: int,
     ) -> list[Point]:
-        """Return the points of a batch that continue after a rung, and print how many do."""
-        # Compare all points of the command with those others that are at the rung, because rows
-        # do not wait for others that are not.
-        at_rung = [other for other in others if loss_at(other, rung) is not None]
-        best = continuing([*self.points, *at_rung], rung)
-        # Of both, take the points of this batch.
         folders = {point.folder for point in batch if point.status != SKIPPED}
-        own = [point for point in self.points if point.folder in folders]
-        reached = [point for point in own if loss_at(point, rung) is not None]
+        reached = [
+            point
+            for point in self.points
+            if point.folder in folders and loss_at(point, rung) is not None
+        ]
+        # Rows do not wait for others that are not at the rung.
+        others = [other for other in others if loss_at(other, rung) is not None]
+        best = continuing([*self.points, *others], rung)
         kept = [point for point in best if point.folder in folders]
         steps = sorted({point.rungs[rung] for point in reached})
-        text = ", ".join(map(str, steps))
-        log(f"rung at step {text}: {len(kept)} of {len(reached)} continue")
+        log(f"rung at step {', '.join(map(str, steps))}: {len(kept)} of {len(reached)} continue")
         return kept
 
     def _launch(self, batch: Sequence[Point], rung: int | None = None) -> None:
@@ -347,12 +334,23 @@ class Sweeper(hydra_sweeper.Sweeper):
             return
         # List all points in the folder before the first run writes into it.
         update_latest_link(self.folder)
-        self._write_plan()
+        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
         # Hand them to the launcher. Only launchers of minigpt use these attributes.
         ended = itertools.count(1)
 
         def on_end(point: Point, failure: str) -> None:
-            log(f"{next(ended)}/{len(pending)} {_end_text(point, failure)}")
+            point = refresh(point)
+            if failure and point.status in (CRASHED, WAITING, PAUSED):  # it did not write why
+                write_failure(point.folder, failure)
+                point = refresh(point)
+            loss = point.loss(NATS)
+            seconds = f"{point.totals.get('seconds', 0):,.0f} s"
+            result = f", val loss {loss:.4f} after {seconds} of training" if loss else ""
+            # Another command may have completed the run, which then did not fail.
+            problem = point.reason or (failure if point.pending else "")
+            reason = f": {problem}" if problem else ""
+            status = f"{point.folder.name} {point.status_text}"
+            log(f"{next(ended)}/{len(pending)} {status}{result}{reason}")
 
         self.engine.points = pending
         self.engine.on_end = on_end
@@ -370,41 +368,35 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points[:] = map(refresh, self.points)
 
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
-        """Return the command line of a job: that of its point, and what the sweep adds."""
-        line = list(self.composer.overrides(point.overrides))
-        # A run that has begun resumes.
         has_begun = any(point.folder.glob("checkpoints/*.safetensors"))
-        can_resume = "resume" not in point.settings or has_begun
-        if can_resume and (self.prune or self.cfg.resume == "auto"):
-            line.append("resume=auto")
-        if rung is not None:
-            line.append(f"pause_at={point.rungs[rung]}")
+        can_resume = has_begun or "resume" not in point.settings
+        resumes = can_resume and (self.prune or self.cfg.resume == "auto")
+        resume = ["resume=auto"] if resumes else []
+        pause = [] if rung is None else [f"pause_at={point.rungs[rung]}"]
         folders = {
             "hydra.run.dir": point.folder,
             "hydra.sweep.dir": self.folder,
             "hydra.sweep.subdir": point.folder.name,
             "hydra.runtime.output_dir": point.folder.absolute(),
         }
-        line += [f"{key}={quote_override(folder)}" for key, folder in folders.items()]
-        return line
+        own = [f"{key}={quote_override(folder)}" for key, folder in folders.items()]
+        return [*self.composer.overrides(point.overrides), *resume, *pause, *own]
 
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report  # imports numpy
 
         self.points[:] = map(refresh, self.points)
-        self._write_plan()
+        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
         sentences = report([self.folder])
         if self.wandb:
             publish(self.folder, sentences, self.wandb)
 
-    def _write_plan(self) -> None:
-        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
-
     def _other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""
-        ours = {point.identity for point in self.points}
-        others = [point for identity, point in self.existing.items() if identity not in ours]
-        return [refresh(point) for point in others]
+        own = {point.identity for point in self.points}
+        return [
+            refresh(self.existing[identity]) for identity in self.existing if identity not in own
+        ]
 
 
 class Grid(Sweeper):
@@ -420,9 +412,8 @@ class Grid(Sweeper):
                     "values"
                 )
             axes.append(list(itertools.islice(values_of(override), self.max_points + 1)))
-        lengths = [len(values) for values in axes]
-        n_points = math.prod(lengths)
-        more = " or more" if max(lengths) > self.max_points else ""
+        n_points = math.prod(map(len, axes))
+        more = " or more" if max(map(len, axes)) > self.max_points else ""
         require(
             "hydra.sweeper.max_points",
             self.max_points,
@@ -431,9 +422,8 @@ class Grid(Sweeper):
             "set it, give fewer values, or search with hydra/sweeper=optuna",
         )
         # Check each.
-        check = self.in_job(self.check)
         for values in announced(itertools.product(*axes), n_points):
-            self.points.append(check(dict(zip(self.axes, values, strict=True))))
+            self.points.append(self.in_job(self.check)(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
         # Refuse an axis without an effect, and a sweep without a possible point.
@@ -456,18 +446,3 @@ def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
         if n_points > 20 and done % 250 == 0:  # 20 ms each
             log(f"{left:,} points to check, about {left // 50 + 1} s")
         yield point
-
-
-def _end_text(point: Point, failure: str) -> str:
-    """Return how a job ended, and write why it failed if it did not write that itself."""
-    point = refresh(point)
-    if failure and point.status in (CRASHED, WAITING, PAUSED):
-        write_failure(point.folder, failure)
-        point = refresh(point)
-    text = f"{point.folder.name} {point.status_text}"
-    loss = point.loss(NATS)
-    if loss:
-        text += f", val loss {loss:.4f} after {point.totals.get('seconds', 0):,.0f} s of training"
-    # Another command may have completed the run, which then did not fail.
-    problem = point.reason or (failure if point.pending else "")
-    return f"{text}: {problem}" if problem else text
