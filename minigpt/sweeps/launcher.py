@@ -1,10 +1,10 @@
-"""Run the jobs of a sweep: in worker processes of this machine, each with its cores and its GPU, or through submitit.
+"""Run the jobs of a sweep: in worker processes of this machine, or through submitit.
 
-A job whose process dies does not end the others.
+A worker has its cores and its GPU. A job whose process dies does not end the others.
 """
 
 import atexit
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import re
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -23,10 +23,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import loky
-from hydra.core.utils import env_override, setup_globals
+from hydra.core.utils import JobReturn, env_override, setup_globals
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from minigpt.distributed.process_group import own_ranks
@@ -48,56 +48,63 @@ from minigpt.utils.signals import (
 from minigpt.utils.terminal import log, replace_dead_output
 
 _busy = threading.Lock()  # held while this worker runs a job
-# Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second variable lets a console
-# take the encoding, and be redirected.
+# Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second
+# variable lets a console take the encoding, and be redirected.
 UTF8_OUTPUT = {"PYTHONIOENCODING": "utf-8:backslashreplace", "PYTHONLEGACYWINDOWSSTDIO": "1"}
+Executor = Any  # runs one job at a time: a _Worker, or an executor of submitit
 
 
 @dataclass(frozen=True)
 class Job:
-    """A picklable call that trains one run, with its output in `log.txt`; it raises RunError if the run failed."""
+    """A picklable call that trains one run, with its output in `log.txt`.
+
+    Raises:
+        RunError: the run failed.
+    """
 
     point: Point
-    config: Any  # a DictConfig, composed when the point was checked, with the node `hydra`
+    cfg: DictConfig  # composed when the point was checked, with the node `hydra`
 
     def __call__(self) -> None:
+        # Remove the summary of an earlier attempt, but not that of another command, meanwhile.
         folder = self.point.folder
         folder.mkdir(parents=True, exist_ok=True)
-        if refresh(self.point).status not in (COMPLETED, RUNNING):  # meanwhile, by another command
-            (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
-        setup_globals()  # the resolvers of Hydra, which composes nothing here
+        if refresh(self.point).status not in (COMPLETED, RUNNING):
+            (folder / SUMMARY).unlink(missing_ok=True)
+        # Train. The resolvers of Hydra are set up here, because it composes nothing here.
+        setup_globals()
+        one_device = self.point.settings["trainer.devices"] == 1
+        train = train_composed if one_device else _train_in_process
         with (
             _busy,
             _output_to(folder / LOG),
             own_ranks(),
-            env_override(self.config.hydra.job.env_set),
+            env_override(self.cfg.hydra.job.env_set),
         ):
             try:
-                one_device = self.point.settings["trainer.devices"] == 1
-                # A copy, because a preempted job starts again with the original.
-                (train_composed if one_device else _train_in_process)(self.config.copy())
+                train(self.cfg.copy())  # a preempted job starts again with the original
             except (Exception, Interrupted) as error:
                 print(explain(error)[0], file=sys.stderr)
                 raise RunError(error_text(error)) from None
 
-    def checkpoint(self) -> Any:
+    def checkpoint(self) -> object:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(
-            replace(self, config=OmegaConf.merge(self.config, {"resume": "auto"}))
-        )
+        cfg = self.cfg.copy()
+        cfg.resume = "auto"
+        return DelayedSubmission(replace(self, cfg=cfg))
 
 
-def _train_in_process(config: DictConfig) -> None:
+def _train_in_process(cfg: DictConfig) -> None:
     """Train a run on several devices, which starts processes of its own."""
     # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
-        file.write_bytes(pickle.dumps(config))
-        code = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "train.py"), "--experimental-rerun", str(file)]
-        ).returncode
+        file.write_bytes(pickle.dumps(cfg))
+        script = str(ROOT / "scripts" / "train.py")
+        command = [sys.executable, script, "--experimental-rerun", str(file)]
+        code = subprocess.run(command).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
@@ -105,38 +112,46 @@ def _train_in_process(config: DictConfig) -> None:
 @contextmanager
 def _output_to(file: Path) -> Iterator[None]:
     """Append the output of this process, and of those that it starts, to a file."""
-    sys.stdout.flush(), sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
     try:
         with open(file, "ab") as opened:
-            os.dup2(opened.fileno(), 1)
-            os.dup2(opened.fileno(), 2)
+            _redirect(opened.fileno(), opened.fileno())
         yield
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        for number, descriptor in enumerate(saved, 1):
-            os.dup2(descriptor, number)
+        _redirect(*saved)
+        for descriptor in saved:
             os.close(descriptor)
 
 
+def _redirect(stdout: int, stderr: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+
+
 class Launcher(hydra_launcher.Launcher):
-    """Run jobs, a limited number at a time; a signal ends the running ones cleanly and starts no more."""
+    """Run jobs, a limited number at a time.
+
+    A signal ends the running jobs cleanly and starts no more.
+    """
 
     points: Sequence[Point]  # one per job
     most_jobs: int  # of any launch of the sweep
     n_jobs: int | None  # at a time
-    configure: Callable[
-        [Point, Sequence[str]], DictConfig
-    ]  # returns the configuration of a job, for its overrides
-    on_end: Callable[
-        [Point, str], None
-    ]  # called for each job that ended, with the reason if it failed
-    batch: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # the context in which jobs are submitted
-    )
+    # Returns the configuration of a job, for its point and its overrides.
+    configure: Callable[[Point, Sequence[str]], DictConfig]
+    # Called for each job that ended, with the reason if it failed.
+    on_end: Callable[[Point, str], None]
+    # The context in which jobs are submitted.
+    batch: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
     ) -> None:
         require(
             "hydra/sweeper",
@@ -147,85 +162,91 @@ class Launcher(hydra_launcher.Launcher):
         )
         require("hydra.launcher.n_jobs", self.n_jobs, *or_null(POSITIVE_INT))
         os.environ.pop("MASTER_PORT", None)  # jobs at the same time need one each
-        self.config = config
-        self.executors: list[
-            Any
-        ] = []  # reused by later launches: workers import once, and keep their threads
+        self.cfg = config
+        # Reused by later launches: workers import once, and keep their threads.
+        self.executors: list[Executor] = []
 
     @env_override(UTF8_OUTPUT)
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
+    def launch(
+        self,
+        job_overrides: Sequence[Sequence[str]],
+        initial_job_idx: int,
+    ) -> list[JobReturn]:
         """Run all jobs, one per point; they write their results into their folders.
 
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
-        waiting = list(zip(self.points, job_overrides, strict=True))
-        running: dict[Any, tuple[Point, Any]] = {}  # future → its point and executor
-        signals: list[int] = []
-        stops = 0  # for each signal, the running jobs are stopped once
-
-        def receive(
-            signum: int, _: object
-        ) -> None:  # the loop below acts on it, when no job is being started
-            if signum != HANGUP_SIGNAL or not signals:
-                signals.append(signum)
-
-        with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, receive):
-            executors = self.executors = self.executors or self.start(self.most_jobs)
-            while running or (waiting and not signals):
-                if len(signals) > stops:
+        self.waiting = list(zip(self.points, job_overrides, strict=True))
+        self.running: dict[Future[None], tuple[Point, Executor]] = {}
+        self.signals: list[int] = []
+        stops = 0
+        with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, self._receive):
+            self.executors = self.executors or self.start(self.most_jobs)
+            while self.running or (self.waiting and not self.signals):
+                # Stop the running jobs once for each signal.
+                if len(self.signals) > stops:
                     stops += 1
-                    self.stop(running, kill=stops > 1)
-                if waiting and executors and not signals:
+                    self.stop(self.running, kill=stops > 1)
+                # Start those that wait.
+                if self.waiting and self.executors and not self.signals:
                     with self.batch():
-                        while waiting and executors:
-                            executor = executors.pop()
-                            point, overrides = waiting.pop(0)
-                            running[
-                                executor.submit(Job(point, self.configure(point, overrides)))
-                            ] = point, executor
-                for future in [future for future in running if future.done()]:
-                    point, executor = running.pop(future)
-                    executors.append(executor)
-                    self.on_end(
-                        point, "" if signals else _failure(future)
-                    )  # not of a job that was stopped
+                        self._submit_waiting()
+                # Report those that have ended.
+                self._collect_ended()
                 time.sleep(0.05)
-        if signals:
-            raise Interrupted(signals[0])
+        if self.signals:
+            raise Interrupted(self.signals[0])
         return []
 
-    def start(self, jobs: int) -> list[Any]:
+    def start(self, jobs: int) -> list[Executor]:
         """Return the executors for so many jobs; one runs one job at a time."""
         raise NotImplementedError
 
-    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
+    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
         """End the running jobs, with a checkpoint or at once."""
         raise NotImplementedError
 
+    def _receive(self, signum: int, _: object) -> None:
+        # `launch` acts on it, when no job is being started.
+        if signum != HANGUP_SIGNAL or not self.signals:
+            self.signals.append(signum)
 
-def _failure(future: Any) -> str:
+    def _submit_waiting(self) -> None:
+        while self.waiting and self.executors:
+            executor = self.executors.pop()
+            point, overrides = self.waiting.pop(0)
+            future = executor.submit(Job(point, self.configure(point, overrides)))
+            self.running[future] = (point, executor)
+
+    def _collect_ended(self) -> None:
+        for future in [future for future in self.running if future.done()]:
+            point, executor = self.running.pop(future)
+            self.executors.append(executor)
+            # A job that was stopped has not failed.
+            self.on_end(point, "" if self.signals else _failure(future))
+
+
+def _failure(future: Future[None]) -> str:
     """Return why a job failed; empty if it completed."""
     try:
         future.result()
     except Exception as error:
-        if (
-            isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"
-        ):  # of submitit
-            name = re.search(r"SIG[A-Z]+", str(error))
-            return (
-                f"its process was killed ({name[0]}), possibly out of memory"
-                if name
-                else "its process crashed"
-            )
-        return error_text(error)
+        uncompleted = type(error).__name__ == "UncompletedJobError"  # of submitit
+        if not uncompleted and not isinstance(error, BrokenExecutor):
+            return error_text(error)
+        name = re.search(r"SIG[A-Z]+", str(error))
+        if name:
+            return f"its process was killed ({name[0]}), possibly out of memory"
+        return "its process crashed"
     return ""
 
 
 class Joblib(Launcher):
-    """Worker processes of loky, the backend of joblib; each imports once and runs one job after the other.
+    """Worker processes of loky, the backend of joblib.
 
-    Several small models with one thread each train faster than one after another with all threads.
+    Each imports once and runs one job after the other. Several small models with one thread each
+    train faster than one after another with all threads.
 
     Args:
         n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
@@ -233,23 +254,26 @@ class Joblib(Launcher):
     """
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
-        self.n_jobs, self.threads = map(as_integer, (n_jobs, threads))
+        self.n_jobs = as_integer(n_jobs)
+        self.threads = as_integer(threads)
         require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
 
-    def start(self, jobs: int) -> list[Any]:
-        cores, trainer = loky.cpu_count(), self.config.trainer
-        one_device = trainer.devices == 1
-        gpus = (
-            visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
-        )
-        workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
+    def start(self, jobs: int) -> list[Executor]:
+        # Choose how many jobs run at a time: one per GPU or core, and one that has several devices.
+        cores = loky.cpu_count()
+        one_device = self.cfg.trainer.devices == 1
+        takes_gpu = one_device and self.cfg.trainer.accelerator in ("auto", "gpu", "cuda")
+        gpus = visible_gpus() if takes_gpu else []
+        at_a_time = (len(gpus) or cores) if one_device else 1
+        workers = min(jobs, self.n_jobs or at_a_time)
+        # Share the cores and the GPUs.
         threads = self.threads or env_number("OMP_NUM_THREADS", 0) or max(1, cores // workers)
         log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
         env = {"OMP_NUM_THREADS": str(threads)}
         envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
         return [_Worker(env) for env in islice(cycle(envs), workers)]
 
-    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
+    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
         for _, worker in running.values():
             worker.pipe.close()
         for process in multiprocessing.active_children() if kill else ():
@@ -261,23 +285,25 @@ class Joblib(Launcher):
 
 
 class _Worker:
-    """A worker process, which is replaced after it died; `env` is added to its environment."""
+    # A worker process, which is replaced after it died; `env` is added to its environment.
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
         self.executor = self.start()
-        atexit.register(
-            lambda: self.executor.shutdown()
-        )  # later, loky prints ignored errors of its own
+        # Later, loky prints ignored errors of its own.
+        atexit.register(lambda: self.executor.shutdown())
 
-    def start(self) -> Any:
-        """Return an executor whose process ends once `pipe` is closed, also by the end of this process."""
+    def start(self) -> loky.ProcessPoolExecutor:
+        """Return an executor whose process ends once `pipe` is closed, also if this one ends."""
         parent, self.pipe = multiprocessing.Pipe(duplex=False)
         return loky.ProcessPoolExecutor(
-            1, initializer=_init_worker, initargs=(parent,), env=self.env
+            1,
+            initializer=_init_worker,
+            initargs=(parent,),
+            env=self.env,
         )
 
-    def submit(self, job: Job) -> Any:
+    def submit(self, job: Job) -> Future[None]:
         try:
             return self.executor.submit(job)
         except BrokenExecutor:
@@ -285,34 +311,38 @@ class _Worker:
             return self.executor.submit(job)
 
 
-def _init_worker(parent: Any) -> None:
-    """Keep Ctrl-C from a worker process, and end it when its parent closes the other end of a pipe or is gone."""
-    replace_dead_output(ends_script=False)  # it has no streams if its parent was started without
-    if sys.platform == "win32":  # Ctrl-C and Ctrl-Break go to all processes of the console
+def _init_worker(parent: "multiprocessing.connection.Connection[None, None]") -> None:
+    """Keep Ctrl-C from a worker process, and end it when its parent closes a pipe or is gone."""
+    # It has no streams if its parent was started without.
+    replace_dead_output(ends_script=False)
+    # On Windows, Ctrl-C and Ctrl-Break go to all processes of the console; elsewhere they go to
+    # the process group of the parent.
+    if sys.platform == "win32":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGBREAK, signal.SIG_IGN)
-    else:  # they go to the group of the parent
+    else:
         os.setpgid(0, 0)
     # tqdm's default lock is a semaphore that a killed worker would leave behind.
     tqdm.set_lock(threading.RLock())
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
-    def watch() -> None:
-        with suppress(EOFError, OSError):
-            parent.recv()
-        # Ends a run with a checkpoint, and an import at once
-        if sys.platform == "win32":
-            signal.raise_signal(signal.SIGTERM)
-        else:
-            os.killpg(0, signal.SIGTERM)
-        with _busy:
-            os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+def _end_with(parent: "multiprocessing.connection.Connection[None, None]") -> None:
+    with suppress(EOFError, OSError):
+        parent.recv()
+    # The signal ends a run with a checkpoint, and an import at once.
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGTERM)
+    else:
+        os.killpg(0, signal.SIGTERM)
+    with _busy:
+        os._exit(1)
 
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     import torch
 
@@ -325,20 +355,24 @@ class Submitit(Launcher):
     Args:
         cluster: slurm or local.
         n_jobs: jobs at a time; None is no limit on SLURM, and one per core on this machine.
-        parameters: arguments of submitit's `update_parameters`, which ignores null values and those of another cluster.
+        parameters: arguments of submitit's `update_parameters`, which ignores null values and those
+            of another cluster.
     """
 
-    def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
-        self.cluster, self.n_jobs = cluster, as_integer(n_jobs)
-        self.parameters = {
-            name: as_integer(value)
-            for name, value in {"slurm_array_parallelism": n_jobs, **parameters}.items()
-        }
+    def __init__(self, cluster: str, n_jobs: int | None, **parameters: object) -> None:
+        self.cluster = cluster
+        self.n_jobs = as_integer(n_jobs)
+        given = {"slurm_array_parallelism": n_jobs, **parameters}
+        self.parameters = {name: as_integer(value) for name, value in given.items()}
         self.name = f"hydra/launcher=submitit_{cluster}"
         self.submitit = import_extra("submitit", self.name, "submitit")
 
     def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+        self,
+        *,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
     ) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         if self.cluster == "slurm":  # its jobs are one process each
@@ -349,8 +383,8 @@ class Submitit(Launcher):
                 f"1 with {self.name}",
             )
 
-    def start(self, jobs: int) -> list[Any]:
-        folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")
+    def start(self, jobs: int) -> list[Executor]:
+        folder = Path(str(self.cfg.hydra.sweep.dir), ".submitit", "%j")
         try:
             executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             executor.update_parameters(**self.parameters)
@@ -361,6 +395,6 @@ class Submitit(Launcher):
             return [executor] * jobs
         return [executor] * (self.n_jobs or os.cpu_count() or 1)
 
-    def stop(self, running: Mapping[Any, tuple[Point, Any]], *, kill: bool) -> None:
+    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
         for future in running:
             future.cancel()

@@ -66,7 +66,7 @@ def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, thr
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", machine.get("gpus", ""))
     monkeypatch.setattr("loky.cpu_count", lambda: machine["cores"])
     joblib = Joblib(requested.get("n_jobs"), requested.get("threads"))
-    joblib.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": 1} | requested})
+    joblib.cfg = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": 1} | requested})
     workers = [worker.env for worker in joblib.start(jobs)]
     assert [worker["OMP_NUM_THREADS"] for worker in workers] == [str(threads)] * len(gpus)
     assert [worker.get("CUDA_VISIBLE_DEVICES") for worker in workers] == gpus
@@ -82,7 +82,7 @@ def test_workers_have_the_first_number_of_omp_num_threads_if_it_has_one(
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("loky.cpu_count", lambda: 4)
     joblib = Joblib(n_jobs=2.0, threads=None)
-    joblib.config = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 1}})
+    joblib.cfg = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 1}})
     assert [worker.env for worker in joblib.start(9)] == [{"OMP_NUM_THREADS": str(threads)}] * 2
 
 
@@ -265,7 +265,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
     check_jobs_of_own_files(tmp_path / "sweep")
     requeued = jobs[0].checkpoint().function  # of a preempted job, by submitit
-    assert (requeued.config.resume, requeued.config.seed) == ("auto", 77)
+    assert (requeued.cfg.resume, requeued.cfg.seed) == ("auto", 77)
     requeued()
     check_jobs_of_own_files(tmp_path / "sweep")
 
@@ -275,7 +275,7 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
     jobs = []
 
     def run(self, job):
-        jobs.append(job.config.hydra)
+        jobs.append(job.cfg.hydra)
         (done := Future()).set_result(None)
         return done
 
