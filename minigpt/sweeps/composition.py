@@ -16,10 +16,11 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.run_config import normalize, use_outside_values
-from minigpt.sweeps.point_settings import hydra_settings
+from minigpt.runs.run_config import flat, normalize, use_outside_values
 from minigpt.sweeps.results import Point
 from minigpt.utils.errors import UserError
+
+_RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 
 
 class Composer:
@@ -33,19 +34,17 @@ class Composer:
     def __init__(self, loader: Any, cfg: DictConfig) -> None:
         self.loader = loader
         self.cfg = cfg
-        self.hydra = hydra_settings(cfg)  # all points must have these
+        self.hydra = _hydra_settings(cfg)  # all points must have these
         self.given: dict[str, Override] = {}  # the command line of the sweep, by name
         self.results: dict[str, Any] = {}  # those of `once`
 
     def overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis."""
-        line = []
-        for name, override in self.given.items():
-            if name in values:
-                line.append(f"{override.get_key_element()}={values[name]}")
-            else:
-                line.append(str(override.input_line))
-        return self.once(complete_overrides, line)  # links are resolved once, because they may move
+        line = {name: str(override.input_line) for name, override in self.given.items()}
+        for name in values.keys() & line.keys():
+            line[name] = f"{self.given[name].get_key_element()}={values[name]}"
+        # Links are resolved once, because they may move.
+        return self.once(complete_overrides, [*line.values()])
 
     def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
         """Compose the configuration of a point, as its job will, and the node of Hydra."""
@@ -97,8 +96,8 @@ class Composer:
             task, **hydra.job.config.override_dirname
         )
         # Apply what the job adds.
-        added = parsed[len(self.overrides(point.overrides)) :]
-        self.loader._apply_overrides_to_config(added, cfg)
+        n_own = len(self.overrides(point.overrides))
+        self.loader._apply_overrides_to_config(parsed[n_own:], cfg)
         return cfg
 
     def once(self, load: Callable[..., Any], *args: object) -> Any:
@@ -115,7 +114,7 @@ class Composer:
 
     def _pickled(self, *choices: str) -> bytes:
         cfg = self.loader.load_sweep_config(self.cfg, [*choices])
-        own = hydra_settings(cfg)
+        own = _hydra_settings(cfg)
         for key in {**self.hydra, **own}:
             if own.get(key) != self.hydra.get(key):
                 raise UserError(
@@ -129,3 +128,9 @@ def values_of(override: Override) -> Iterator[str]:
     if override.is_sweep_override():
         return override.sweep_string_iterator()
     return iter([override.get_value_string()])
+
+
+def _hydra_settings(cfg: DictConfig) -> dict[str, object]:
+    # Those of Hydra itself, not resolved, but for what it records of a composition.
+    settings = flat({"hydra": OmegaConf.to_container(cfg.hydra)})
+    return {key: value for key, value in settings if not key.startswith(_RECORDED)}

@@ -111,7 +111,7 @@ def _train_in_process(cfg: DictConfig) -> None:
 
 @contextmanager
 def _output_to(file: Path) -> Iterator[None]:
-    """Append the output of this process, and of those that it starts, to a file."""
+    # The output of this process, and of those that it starts
     saved = [os.dup(1), os.dup(2)]
     try:
         with open(file, "ab") as opened:
@@ -228,17 +228,15 @@ class Launcher(hydra_launcher.Launcher):
 
 
 def _failure(future: Future[None]) -> str:
-    """Return why a job failed; empty if it completed."""
     try:
         future.result()
     except Exception as error:
-        uncompleted = type(error).__name__ == "UncompletedJobError"  # of submitit
-        if not uncompleted and not isinstance(error, BrokenExecutor):
+        # An error of submitit, which may not be installed, is known by its name.
+        if not isinstance(error, BrokenExecutor) and type(error).__name__ != "UncompletedJobError":
             return error_text(error)
         name = re.search(r"SIG[A-Z]+", str(error))
-        if name:
-            return f"its process was killed ({name[0]}), possibly out of memory"
-        return "its process crashed"
+        killed = f"was killed ({name[0]}), possibly out of memory" if name else ""
+        return f"its process {killed or 'crashed'}"
     return ""
 
 
@@ -285,7 +283,7 @@ class Joblib(Launcher):
 
 
 class _Worker:
-    # A worker process, which is replaced after it died; `env` is added to its environment.
+    """A worker process, which is replaced after it died; `env` is added to its environment."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env

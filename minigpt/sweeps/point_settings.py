@@ -1,11 +1,11 @@
-"""The overrides and settings that identify a run among others: by name, and without those that change no result."""
+"""The overrides and settings that identify a run: by name, without those that change no result."""
 
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.run_config import flat, use_outside_values
 from minigpt.utils.files import sha256_json
@@ -13,14 +13,14 @@ from minigpt.utils.moved import current
 
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
-_RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
 
 def by_name(overrides: Sequence[str]) -> dict[str, str]:
     """Map names to overrides, in order: the key, and `key#2` where a key acts again.
 
-    Of two values the last acts. Hydra merges dicts, and a group takes a choice and dicts, so all of these stay.
+    Of two values the last acts. Hydra merges dicts, and a group takes a choice and dicts, so all of
+    these stay.
     """
     acting: list[str] = []
     for override in overrides:
@@ -32,9 +32,8 @@ def by_name(overrides: Sequence[str]) -> dict[str, str]:
             ]
         acting.append(override)
     keys = [override.partition("=")[0] for override in acting]
-    names = [
-        key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)
-    ]
+    earlier = [keys[:i].count(key) for i, key in enumerate(keys)]
+    names = [f"{key}#{n + 1}" if n else key for key, n in zip(keys, earlier, strict=True)]
     return dict(zip(names, acting, strict=True))
 
 
@@ -48,7 +47,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
-    """Return a name for the folder of a run with these overrides, which is none of those that are taken."""
+    """Return a name for the folder of a run with these overrides, which is not taken yet."""
     short = short_names(list(values))
     name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
     name = re.sub(r"[^\w.,=+-]+", "-", name)
@@ -61,31 +60,23 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
 
 
 def is_relevant(override: str) -> bool:
-    """Return whether an override, or a setting, changes what a run computes; so does `resume=` with a path."""
+    """Return whether an override, or a setting, changes what a run computes.
+
+    So does `resume=` with a path.
+    """
     group = re.split("[./@=]", override.lstrip("+~"))[0]
-    return group not in ("pause_at", "logger") and override not in (
-        "resume=None",
-        "resume=null",
-        "resume=auto",
-    )
+    without_path = ("resume=None", "resume=null", "resume=auto")
+    return group not in ("pause_at", "logger") and override not in without_path
 
 
-def relevant_settings(config: Any) -> dict[str, Any]:
+def relevant_settings(config: DictConfig | dict[str, object]) -> dict[str, object]:
     """Return the settings of a configuration that change what a run computes, by dotted key.
 
     Of references, only those to values from outside the configuration are resolved.
     """
-    if OmegaConf.is_config(config):
-        config = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
-        use_outside_values(config)
-        config = OmegaConf.to_container(config)
-    return {key: current(value) for key, value in flat(config) if is_relevant(f"{key}={value}")}
-
-
-def hydra_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of Hydra itself, not resolved, but for what it records of a composition, by dotted key."""
-    return {
-        key: value
-        for key, value in flat({"hydra": OmegaConf.to_container(config.hydra)})
-        if not key.startswith(_RECORDED)
-    }
+    settings: Any = config
+    if isinstance(config, DictConfig):
+        cfg = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
+        use_outside_values(cfg)
+        settings = OmegaConf.to_container(cfg)
+    return {key: current(value) for key, value in flat(settings) if is_relevant(f"{key}={value}")}

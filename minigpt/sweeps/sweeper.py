@@ -191,18 +191,14 @@ class Sweeper(hydra_sweeper.Sweeper):
                 f"{self.folder} holds a sweep that differs in {', '.join(sorted(differing))}; "
                 f"{ANOTHER_FOLDER}"
             )
-        self.existing: dict[str, Point] = {}
-        for point in announced(existing, len(existing)):
-            self.existing[point.identity] = self.in_job(self._check_unchanged)(point)
+        self.existing: dict[str, Point] = {
+            point.identity: self.in_job(self._check_unchanged)(point)
+            for point in announced(existing, len(existing))
+        }
         self.names = {point.folder.name for point in existing}
 
     def _check_unchanged(self, point: Point) -> Point:
-        """Return a point of the folder with its rungs.
-
-        Raises:
-            UserError: its overrides mean other settings now.
-        """
-        # Only the seed may be missing.
+        # Of the overrides only the seed may be missing.
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}
         cfg, _ = self.composer.compose(values)
         before = {**point.settings, "seed": None}
@@ -223,9 +219,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             The point with its status: skipped, with a reason, if it is impossible.
         """
         # Choose its folder.
-        name = folder_name(values, self.names)
-        self.names.add(name)
-        point = Point(self.folder / name, values)
+        point = Point(self.folder / folder_name(values, self.names), values)
+        self.names.add(point.folder.name)
         # Compose it, and load its text and its architecture; skip it if that is impossible.
         try:
             cfg, _ = self.composer.compose(values)
@@ -349,8 +344,10 @@ class Sweeper(hydra_sweeper.Sweeper):
             # Another command may have completed the run, which then did not fail.
             problem = point.reason or (failure if point.pending else "")
             reason = f": {problem}" if problem else ""
-            status = f"{point.folder.name} {point.status_text}"
-            log(f"{next(ended)}/{len(pending)} {status}{result}{reason}")
+            log(
+                f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}"
+                f"{result}{reason}"
+            )
 
         self.engine.points = pending
         self.engine.on_end = on_end
@@ -392,7 +389,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             publish(self.folder, sentences, self.wandb)
 
     def _other_points(self) -> list[Point]:
-        """Return the points that the folder holds besides those of this command."""
+        # Those that the folder holds besides those of this command.
         own = {point.identity for point in self.points}
         return [
             refresh(self.existing[identity]) for identity in self.existing if identity not in own
