@@ -13,11 +13,11 @@ import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,8 +73,7 @@ class Job:
             (folder / SUMMARY).unlink(missing_ok=True)
         # Train. The resolvers of Hydra are set up here, because it composes nothing here.
         setup_globals()
-        one_device = self.point.settings["trainer.devices"] == 1
-        train = train_composed if one_device else _train_in_process
+        train = train_composed if self.point.settings["trainer.devices"] == 1 else _train_in_process
         with (
             _busy,
             _output_to(folder / LOG),
@@ -103,8 +102,9 @@ def _train_in_process(cfg: DictConfig) -> None:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(cfg))
         script = str(ROOT / "scripts" / "train.py")
-        command = [sys.executable, script, "--experimental-rerun", str(file)]
-        code = subprocess.run(command).returncode
+        code = subprocess.run(
+            [sys.executable, script, "--experimental-rerun", str(file)]
+        ).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
@@ -199,13 +199,13 @@ class Launcher(hydra_launcher.Launcher):
             raise Interrupted(self.signals[0])
         return []
 
+    @abstractmethod
     def start(self, jobs: int) -> list[Executor]:
         """Return the executors for so many jobs; one runs one job at a time."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
         """End the running jobs, with a checkpoint or at once."""
-        raise NotImplementedError
 
     def _receive(self, signum: int, _: object) -> None:
         # `launch` acts on it, when no job is being started.
@@ -269,7 +269,7 @@ class Joblib(Launcher):
         log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
         env = {"OMP_NUM_THREADS": str(threads)}
         envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
-        return [_Worker(env) for env in islice(cycle(envs), workers)]
+        return [_Worker(envs[index % len(envs)]) for index in range(workers)]
 
     def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
         for _, worker in running.values():

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from minigpt.runs.run_config import flat, use_outside_values
 from minigpt.utils.files import sha256_json
@@ -69,14 +69,16 @@ def is_relevant(override: str) -> bool:
     return group not in ("pause_at", "logger") and override not in without_path
 
 
-def relevant_settings(config: DictConfig | dict[str, object]) -> dict[str, object]:
-    """Return the settings of a configuration that change what a run computes, by dotted key.
+def relevant_settings(settings: Any) -> dict[str, object]:
+    """Return the settings that change what a run computes, by dotted key.
 
     Of references, only those to values from outside the configuration are resolved.
+
+    Args:
+        settings: a configuration of Hydra, or a plain dict.
     """
-    settings: Any = config
-    if isinstance(config, DictConfig):
-        cfg = pickle.loads(pickle.dumps(config))  # 1 ms; config.copy() takes 4
-        use_outside_values(cfg)
-        settings = OmegaConf.to_container(cfg)
+    if OmegaConf.is_config(settings):
+        settings = pickle.loads(pickle.dumps(settings))  # 1 ms; settings.copy() takes 4
+        use_outside_values(settings)
+        settings = OmegaConf.to_container(settings)
     return {key: current(value) for key, value in flat(settings) if is_relevant(f"{key}={value}")}

@@ -1,15 +1,15 @@
 """Search: choose the points of a sweep by the losses of earlier ones."""
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from minigpt.sweeps.composition import values_of
-from minigpt.sweeps.pruning import loss_at, paused_at
+from minigpt.sweeps.pruning import continuing, loss_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.checks import POSITIVE_INT, as_integer
@@ -21,92 +21,106 @@ MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as 
 
 
 class Search(Sweeper):
-    """Search with optuna's TPE sampler (Bergstra et al., 2011, https://papers.nips.cc/paper/4443), in memory.
+    """Search with optuna's TPE sampler, in memory.
 
-    Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
-    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation; an
-    interval of a setting that takes integers, or `int(interval(2,8))`, is one of integers. A list of seeds is not
-    searched: each trial has a run per seed, and their mean loss is its value. With the same seed and folder, an
-    interrupted search resumes. Without `prune`, a pruned search completes its points.
+    Each batch of points depends on the losses of the batches before. Settings are
+    `interval(1e-4,1e-2)`, `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution,
+    `range(2,9)` or a choice, in Hydra's notation; an interval of a setting that takes integers, or
+    `int(interval(2,8))`, is one of integers. A list of seeds is not searched: each trial has a run
+    per seed, and their mean loss is its value. With the same seed and folder, an interrupted search
+    resumes. Without `prune`, a pruned search completes its points.
+    Source: Bergstra et al., 2011, https://papers.nips.cc/paper/4443
 
     Args:
         n_trials: number of trials.
         batch: trials at a time.
+        of_grid: settings of a grid, over whose file that of a sweep may be merged.
     """
 
     compares_batches = True
 
     def __init__(
         self,
-        params: Mapping[str, Any],
+        params: Mapping[str, object],
         prune: bool,
         n_trials: int,
         batch: int,
         seed: int,
         **of_grid: Any,
     ) -> None:
-        super().__init__(params, prune, **of_grid)  # over whose file that of a sweep may be merged
-        self.n_trials, self.batch, self.seed = map(as_integer, (n_trials, batch, seed))
+        super().__init__(params, prune, **of_grid)
+        self.n_trials = as_integer(n_trials)
+        self.batch = as_integer(batch)
+        self.seed = as_integer(seed)
         require("hydra.sweeper.n_trials", self.n_trials, *POSITIVE_INT)
         require("hydra.sweeper.batch", self.batch, *POSITIVE_INT)
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        paused = any(refresh(point).status == PAUSED for point in self.existing.values())
-        if (
-            paused and not self.prune and self.cfg.pause_at is None
-        ):  # complete them, and choose no others
-            self.points += [
-                self.in_job(self.check)(point.overrides) for point in self.existing.values()
-            ]
+        # Complete the points of a pruned search, and choose no others.
+        existing = list(self.existing.values())
+        paused = any(refresh(point).status == PAUSED for point in existing)
+        if paused and not self.prune and self.cfg.pause_at is None:
+            self.points += [self.in_job(self.check)(point.overrides) for point in existing]
             yield self.points
             return
+        # Start a study of the settings that are searched.
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(
-            sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True)
-        )
+        sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True)
+        study = optuna.create_study(sampler=sampler)
         seeds = self._seeds()
-        searched = [key for key in self.axes if key not in seeds[0]]
-        tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
-
-        def possible_trials() -> Iterator[Any]:
-            nonlocal reason
-            for _ in range(tries):
-                trial = study.ask()
-                values = {key: self._suggest(trial, key) for key in searched}
-                for seed in seeds:
-                    self.points.append(self.in_job(self.check)(values | seed))
-                impossible = [
-                    point for point in self.points[-len(seeds) :] if point.status == SKIPPED
-                ]
-                if impossible:
-                    reason = impossible[0].reason
-                    del self.points[-len(seeds) :]
-                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-                else:
-                    yield trial
-
-        possible = itertools.islice(possible_trials(), self.n_trials)
-        while trials := list(itertools.islice(possible, self.batch)):
-            first = len(self.points) - len(trials) * len(seeds)
+        self.tries = MAX_TRIES_PER_TRIAL * self.n_trials  # those that are left
+        self.reason = ""  # why the last impossible trial was
+        done = 0
+        while done < self.n_trials:
+            # Choose the trials of a batch, run them, and report their losses to the study.
+            first = len(self.points)
+            trials = self._possible_trials(study, seeds, min(self.batch, self.n_trials - done))
+            if not trials:
+                break
             yield self.points[first:]
-            for start, trial in zip(
-                range(first, len(self.points), len(seeds)), trials, strict=True
-            ):
+            for index, trial in enumerate(trials):
+                start = first + index * len(seeds)
                 self._tell(study, trial, self.points[start : start + len(seeds)])
+            done += len(trials)
+        # Report a search that found too few possible points.
         if not self.points:
-            raise UserError(f"no point of the search is possible: {reason}")
-        if (done := len(self.points) // len(seeds)) < self.n_trials:
+            raise UserError(f"no point of the search is possible: {self.reason}")
+        if done < self.n_trials:
+            tries = MAX_TRIES_PER_TRIAL * self.n_trials
             warn(
                 f"the search ends after {done} trials: {tries} tries found no other possible point"
             )
 
+    def _possible_trials(self, study: Any, seeds: Sequence[dict[str, str]], most: int) -> list[Any]:
+        """Add the points of up to so many trials, fewer if no tries are left; return the trials."""
+        from optuna.trial import TrialState
+
+        searched = [key for key in self.axes if key not in seeds[0]]
+        trials: list[Any] = []
+        while self.tries and len(trials) < most:
+            # Check a point for each seed.
+            self.tries -= 1
+            trial = study.ask()
+            values = {key: self._suggest(trial, key) for key in searched}
+            points = [self.in_job(self.check)(values | seed) for seed in seeds]
+            reasons = [point.reason for point in points if point.status == SKIPPED]
+            # Take all of them, or none.
+            if reasons:
+                self.reason = reasons[0]
+                study.tell(trial, state=TrialState.PRUNED)
+            else:
+                self.points += points
+                trials.append(trial)
+        return trials
+
     def _tell(self, study: Any, trial: Any, runs: Sequence[Point]) -> None:
-        """Report a trial whose runs have ended: the mean of their losses, at a rung if they were paused there."""
+        """Report a trial whose runs have ended: their mean loss, at a rung if they paused there."""
         from optuna.trial import TrialState
 
         rung = paused_at(runs[0], self.points)  # as all runs of a trial
-        # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
+        # Bits per byte compare over all tokenizers and corpora; over one they order runs as the
+        # loss does.
         losses: list[Any] = [
             point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs
         ]
@@ -119,7 +133,10 @@ class Search(Sweeper):
             study.tell(trial, state=TrialState.PRUNED)
 
     def _seeds(self) -> list[dict[str, str]]:
-        """Return the override of the seed of each run of a trial; for one run with the seed of all trials, none."""
+        """Return the override of the seed of each run of a trial.
+
+        For one run with the seed of all trials, it is empty.
+        """
         for key, override in self.axes.items():
             if key.lstrip("+") == "seed":
                 if override.is_interval_sweep() or override.is_range_sweep():
@@ -132,29 +149,42 @@ class Search(Sweeper):
 
     def _suggest(self, trial: Any, key: str) -> str:
         override = self.axes[key]
-        value: Any = override.value()
         if override.is_interval_sweep():
-            low, high, log = value.start, value.end, "log" in value.tags
-            valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
-            require(
-                override.key_or_group,
-                str(override.input_line).partition("=")[2],
-                lambda _: valid,
-                "interval(low,high) with finite low <= high, and low > 0 with log",
-            )
-            if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
-                return str(trial.suggest_int(key, int(low), int(high), log=log))
-            return short_text(trial.suggest_float(key, low, high, log=log), low, high, log=log)
+            return self._suggest_number(trial, key, override)
         choices = [*values_of(override)]
         if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
             return choices[trial.suggest_int(key, 0, len(choices) - 1)]
         return str(trial.suggest_categorical(key, choices))
 
+    def _suggest_number(self, trial: Any, key: str, override: Override) -> str:
+        interval: Any = override.value()
+        low = interval.start
+        high = interval.end
+        log = "log" in interval.tags
+        valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
+        require(
+            override.key_or_group,
+            str(override.input_line).partition("=")[2],
+            lambda _: valid,
+            "interval(low,high) with finite low <= high, and low > 0 with log",
+        )
+        if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
+            return str(trial.suggest_int(key, int(low), int(high), log=log))
+        return short_text(trial.suggest_float(key, low, high, log=log), low, high, log=log)
+
     def _is_of_integers(self, key: str, low: float, high: float) -> bool:
-        """Return whether a setting is an integer, or null where it is not set, and the ends of its interval are."""
+        # A setting is an integer, or null where it is not set, and the ends of its interval are.
         value = OmegaConf.select(self.cfg, key)
         may_be = type(value) is int or (value is None and low >= 1)
         return may_be and float(low).is_integer() and float(high).is_integer()
+
+
+def paused_at(point: Point, points: Sequence[Point]) -> int | None:
+    """Return the rung that a point has reached and after which it does not continue."""
+    for rung in range(len(point.rungs)):
+        if point not in continuing(points, rung):
+            return rung if loss_at(point, rung) is not None else None
+    return None
 
 
 def short_text(value: float, low: float, high: float, *, log: bool) -> str:
@@ -164,6 +194,6 @@ def short_text(value: float, low: float, high: float, *, log: bool) -> str:
     Four digits, which older versions wrote, do for most intervals, so their searches resume.
     """
     error = 5e-4 * (value * math.log(high / low) if log else high - low)
-    texts = (f"{value:.{digits}g}" for digits in range(4, 18))
-    near = (text for text in texts if abs(float(text) - value) <= error)
+    texts = [f"{value:.{digits}g}" for digits in range(4, 18)]
+    near = [text for text in texts if abs(float(text) - value) <= error]
     return next(text for text in near if low <= float(text) <= high)
