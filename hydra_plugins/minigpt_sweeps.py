@@ -1,7 +1,7 @@
-"""The sweepers, launchers, search path and callback of minigpt, in the package that Hydra searches for plugins.
+"""The sweepers, launchers, search path and callback of minigpt, where Hydra searches for plugins.
 
-Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates it. How Hydra reads
-configuration files is corrected for those that some editors write.
+Hydra imports this file at every start; the code of a plugin is imported when a sweep instantiates
+it. How Hydra reads configuration files is corrected for those that some editors write.
 """
 
 import os
@@ -27,35 +27,43 @@ from omegaconf import ListConfig, OmegaConf
 
 
 def _plugin(base: type[Plugin], target: str) -> Any:
-    """Return a class whose call instantiates `target`; to Hydra it is a plugin without abstract methods."""
+    """Return a class whose call instantiates `target`.
+
+    To Hydra it is a plugin without abstract methods.
+    """
+
+    def new(cls: type, **options: object) -> object:
+        return resolve_name(target)(**options)
+
     created = type(target.rpartition(":")[2], (base,), {"__module__": __name__})
-    created.__new__ = lambda cls, **options: resolve_name(target)(**options)  # type: ignore[assignment]
+    created.__new__ = new  # type: ignore[assignment]
     created.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     return created
 
 
 class OwnFilesFirst(SearchPathPlugin):
-    """Search folders of the user before `configs/`, so that a built-in file hides none of theirs with the same name."""
+    """Search folders of the user before `configs/`, whose files would hide theirs of one name."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for main in [element for element in search_path.get_path() if element.provider == "main"]:
-            main.path, *arguments = (
-                str(main.path).rstrip("\0").split("\0")
-            )  # of minigpt.utils.scripts.search_path
+            # minigpt.utils.scripts.search_path has added the arguments of the script.
+            main.path, *arguments = str(main.path).rstrip("\0").split("\0")
             for folder in _own_folders(arguments):
                 search_path.prepend("command-line", folder, anchor=SearchPathQuery(provider="main"))
 
 
 def _own_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the folders of `--config-dir` and of `hydra.searchpath`, which the primary file may set, too."""
+    """Return the folders of `--config-dir` and of `hydra.searchpath`.
+
+    The primary file may set the second, too.
+    """
     args = get_args_parser().parse_args(arguments)
     folders = [os.path.abspath(args.config_dir)] if args.config_dir else []
     name = (args.config_name or "train").removesuffix(".yaml")
     primary = Path(*folders, f"{name}.yaml")
     given = [each for each in args.overrides if each.lstrip("+").startswith("hydra.searchpath=")]
-    searched: Any = [
-        override.value() for override in OverridesParser.create().parse_overrides(given)
-    ]
+    parsed = OverridesParser.create().parse_overrides(given)
+    searched: list[object] = [override.value() for override in parsed]
     if folders and not given and primary.is_file():
         with suppress(UnicodeDecodeError):  # Hydra reads the file, too, and names it
             searched = [OmegaConf.select(OmegaConf.load(primary), "hydra.searchpath")]
@@ -66,9 +74,10 @@ def _own_folders(arguments: Sequence[str]) -> list[str]:
 
 
 def _find_package_lines() -> None:
-    """Make Hydra find a `# @package` line behind a byte-order mark or a comment, and name a file that is not UTF-8.
+    """Make Hydra find a `# @package` line behind a byte-order mark or a comment.
 
-    It would merge such a file elsewhere, without a warning.
+    It would merge such a file elsewhere, without a warning. Also make it name a file that is not
+    UTF-8.
     """
     read_header = config_source.ConfigSource._get_header_dict
     load_config = file_config_source.FileConfigSource.load_config
@@ -82,12 +91,12 @@ def _find_package_lines() -> None:
 
     def header_of_file(text: str) -> Any:
         lines = text.removeprefix("\ufeff").splitlines()
-        comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), lines)
-        return read_header(
-            "\n".join(line for line in comments if re.match(r"\s*#\s*@package\b", line))
-        )
+        comments = takewhile(lambda line: line.strip()[:1] in ("", "#"), lines)
+        packages = [line for line in comments if re.match(r"\s*#\s*@package\b", line)]
+        return read_header("\n".join(packages))
 
-    config_source.ConfigSource._get_header_dict = staticmethod(header_of_file)  # type: ignore[assignment,method-assign]
+    header = staticmethod(header_of_file)
+    config_source.ConfigSource._get_header_dict = header  # type: ignore[assignment,method-assign]
     file_config_source.FileConfigSource.load_config = load_utf8  # type: ignore[method-assign]
 
 

@@ -96,22 +96,21 @@ class Job:
 
 
 def _train_in_process(cfg: DictConfig) -> None:
-    """Train a run on several devices, which starts processes of its own."""
-    # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
+    # A run on several devices starts processes of its own. The SIGTERM that ends a sweep goes to
+    # the process group: here, wait for the process to end.
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(cfg))
         script = str(ROOT / "scripts" / "train.py")
-        code = subprocess.run(
-            [sys.executable, script, "--experimental-rerun", str(file)]
-        ).returncode
+        command = [sys.executable, script, "--experimental-rerun", str(file)]
+        code = subprocess.run(command).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
 
 @contextmanager
 def _output_to(file: Path) -> Iterator[None]:
-    # The output of this process, and of those that it starts
+    # Append the output of this process, and of those that it starts.
     saved = [os.dup(1), os.dup(2)]
     try:
         with open(file, "ab") as opened:
@@ -220,7 +219,8 @@ class Launcher(hydra_launcher.Launcher):
             self.running[future] = (point, executor)
 
     def _collect_ended(self) -> None:
-        for future in [future for future in self.running if future.done()]:
+        ended = [future for future in self.running if future.done()]
+        for future in ended:
             point, executor = self.running.pop(future)
             self.executors.append(executor)
             # A job that was stopped has not failed.
@@ -252,12 +252,11 @@ class Joblib(Launcher):
     """
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
-        self.n_jobs = as_integer(n_jobs)
-        self.threads = as_integer(threads)
+        self.n_jobs, self.threads = map(as_integer, (n_jobs, threads))
         require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
 
     def start(self, jobs: int) -> list[Executor]:
-        # Choose how many jobs run at a time: one per GPU or core, and one that has several devices.
+        # Run a job per GPU or core at a time, but jobs that have several devices one by one.
         cores = loky.cpu_count()
         one_device = self.cfg.trainer.devices == 1
         takes_gpu = one_device and self.cfg.trainer.accelerator in ("auto", "gpu", "cuda")
@@ -283,7 +282,10 @@ class Joblib(Launcher):
 
 
 class _Worker:
-    """A worker process, which is replaced after it died; `env` is added to its environment."""
+    """A worker process, which is replaced after it died; `env` is added to its environment.
+
+    The process ends once `pipe` is closed, also by the end of this one.
+    """
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
@@ -292,7 +294,6 @@ class _Worker:
         atexit.register(lambda: self.executor.shutdown())
 
     def start(self) -> loky.ProcessPoolExecutor:
-        """Return an executor whose process ends once `pipe` is closed, also if this one ends."""
         parent, self.pipe = multiprocessing.Pipe(duplex=False)
         return loky.ProcessPoolExecutor(
             1,
@@ -322,10 +323,10 @@ def _init_worker(parent: "multiprocessing.connection.Connection[None, None]") ->
         os.setpgid(0, 0)
     # tqdm's default lock is a semaphore that a killed worker would leave behind.
     tqdm.set_lock(threading.RLock())
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: "multiprocessing.connection.Connection[None, None]") -> None:
+def _end_after(parent: "multiprocessing.connection.Connection[None, None]") -> None:
     with suppress(EOFError, OSError):
         parent.recv()
     # The signal ends a run with a checkpoint, and an import at once.
@@ -339,8 +340,7 @@ def _end_with(parent: "multiprocessing.connection.Connection[None, None]") -> No
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     import torch
 

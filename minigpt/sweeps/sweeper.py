@@ -389,7 +389,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             publish(self.folder, sentences, self.wandb)
 
     def _other_points(self) -> list[Point]:
-        # Those that the folder holds besides those of this command.
+        # The folder holds these besides those of this command.
         own = {point.identity for point in self.points}
         return [
             refresh(self.existing[identity]) for identity in self.existing if identity not in own

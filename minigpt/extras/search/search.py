@@ -1,11 +1,11 @@
 """Search: choose the points of a sweep by the losses of earlier ones."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from minigpt.sweeps.composition import values_of
@@ -49,88 +49,74 @@ class Search(Sweeper):
         **of_grid: Any,
     ) -> None:
         super().__init__(params, prune, **of_grid)
-        self.n_trials = as_integer(n_trials)
-        self.batch = as_integer(batch)
-        self.seed = as_integer(seed)
+        self.n_trials, self.batch, self.seed = map(as_integer, (n_trials, batch, seed))
         require("hydra.sweeper.n_trials", self.n_trials, *POSITIVE_INT)
         require("hydra.sweeper.batch", self.batch, *POSITIVE_INT)
 
     def batches(self) -> Iterator[Sequence[Point]]:
         # Complete the points of a pruned search, and choose no others.
-        existing = list(self.existing.values())
-        paused = any(refresh(point).status == PAUSED for point in existing)
+        paused = any(refresh(point).status == PAUSED for point in self.existing.values())
         if paused and not self.prune and self.cfg.pause_at is None:
-            self.points += [self.in_job(self.check)(point.overrides) for point in existing]
+            self.points += [
+                self.in_job(self.check)(point.overrides) for point in self.existing.values()
+            ]
             yield self.points
             return
         # Start a study of the settings that are searched.
-        optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        sampler = optuna.samplers.TPESampler(seed=self.seed, multivariate=True)
-        study = optuna.create_study(sampler=sampler)
+        self.optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
+        self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
+        self.study = self.optuna.create_study(
+            sampler=self.optuna.samplers.TPESampler(seed=self.seed, multivariate=True)
+        )
         seeds = self._seeds()
-        self.tries = MAX_TRIES_PER_TRIAL * self.n_trials  # those that are left
-        self.reason = ""  # why the last impossible trial was
-        done = 0
-        while done < self.n_trials:
-            # Choose the trials of a batch, run them, and report their losses to the study.
-            first = len(self.points)
-            trials = self._possible_trials(study, seeds, min(self.batch, self.n_trials - done))
-            if not trials:
-                break
+        tries = MAX_TRIES_PER_TRIAL * self.n_trials
+        possible = itertools.islice(self._possible_trials(tries, seeds), self.n_trials)
+        while trials := list(itertools.islice(possible, self.batch)):
+            # Run the trials of a batch, and report their losses to the study.
+            first = len(self.points) - len(trials) * len(seeds)
             yield self.points[first:]
-            for index, trial in enumerate(trials):
-                start = first + index * len(seeds)
-                self._tell(study, trial, self.points[start : start + len(seeds)])
-            done += len(trials)
+            starts = range(first, len(self.points), len(seeds))
+            for start, trial in zip(starts, trials, strict=True):
+                self._tell(trial, self.points[start : start + len(seeds)])
         # Report a search that found too few possible points.
-        if not self.points:
+        done = len(self.points) // len(seeds)
+        if not done:
             raise UserError(f"no point of the search is possible: {self.reason}")
         if done < self.n_trials:
-            tries = MAX_TRIES_PER_TRIAL * self.n_trials
             warn(
                 f"the search ends after {done} trials: {tries} tries found no other possible point"
             )
 
-    def _possible_trials(self, study: Any, seeds: Sequence[dict[str, str]], most: int) -> list[Any]:
-        """Add the points of up to so many trials, fewer if no tries are left; return the trials."""
-        from optuna.trial import TrialState
-
+    def _possible_trials(self, tries: int, seeds: Sequence[dict[str, str]]) -> Iterator[Any]:
+        """Yield trials whose points, one per seed, are all possible; add these points."""
         searched = [key for key in self.axes if key not in seeds[0]]
-        trials: list[Any] = []
-        while self.tries and len(trials) < most:
-            # Check a point for each seed.
-            self.tries -= 1
-            trial = study.ask()
+        for _ in range(tries):
+            trial = self.study.ask()
             values = {key: self._suggest(trial, key) for key in searched}
             points = [self.in_job(self.check)(values | seed) for seed in seeds]
             reasons = [point.reason for point in points if point.status == SKIPPED]
-            # Take all of them, or none.
             if reasons:
                 self.reason = reasons[0]
-                study.tell(trial, state=TrialState.PRUNED)
+                self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
             else:
                 self.points += points
-                trials.append(trial)
-        return trials
+                yield trial
 
-    def _tell(self, study: Any, trial: Any, runs: Sequence[Point]) -> None:
-        """Report a trial whose runs have ended: their mean loss, at a rung if they paused there."""
-        from optuna.trial import TrialState
-
-        rung = paused_at(runs[0], self.points)  # as all runs of a trial
+    def _tell(self, trial: Any, runs: Sequence[Point]) -> None:
+        # The value of a trial is the mean loss of its runs, at a rung if they paused there.
+        rung = _rung_of_pause(runs[0], self.points)  # as all runs of a trial
         # Bits per byte compare over all tokenizers and corpora; over one they order runs as the
         # loss does.
         losses: list[Any] = [
             point.loss(BITS) if rung is None else loss_at(point, rung) for point in runs
         ]
         if None in losses or not {point.status for point in runs} <= {COMPLETED, PAUSED}:
-            study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
         elif rung is None:
-            study.tell(trial, mean(losses))
+            self.study.tell(trial, mean(losses))
         else:
             trial.report(mean(losses), rung)
-            study.tell(trial, state=TrialState.PRUNED)
+            self.study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
 
     def _seeds(self) -> list[dict[str, str]]:
         """Return the override of the seed of each run of a trial.
@@ -150,27 +136,24 @@ class Search(Sweeper):
     def _suggest(self, trial: Any, key: str) -> str:
         override = self.axes[key]
         if override.is_interval_sweep():
-            return self._suggest_number(trial, key, override)
+            interval: Any = override.value()
+            low = interval.start
+            high = interval.end
+            log = "log" in interval.tags
+            valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
+            require(
+                override.key_or_group,
+                str(override.input_line).partition("=")[2],
+                lambda _: valid,
+                "interval(low,high) with finite low <= high, and low > 0 with log",
+            )
+            if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
+                return str(trial.suggest_int(key, int(low), int(high), log=log))
+            return short_text(trial.suggest_float(key, low, high, log=log), low, high, log=log)
         choices = [*values_of(override)]
         if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
             return choices[trial.suggest_int(key, 0, len(choices) - 1)]
         return str(trial.suggest_categorical(key, choices))
-
-    def _suggest_number(self, trial: Any, key: str, override: Override) -> str:
-        interval: Any = override.value()
-        low = interval.start
-        high = interval.end
-        log = "log" in interval.tags
-        valid = low <= high and math.isfinite(high - low) and (low > 0 or not log)
-        require(
-            override.key_or_group,
-            str(override.input_line).partition("=")[2],
-            lambda _: valid,
-            "interval(low,high) with finite low <= high, and low > 0 with log",
-        )
-        if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
-            return str(trial.suggest_int(key, int(low), int(high), log=log))
-        return short_text(trial.suggest_float(key, low, high, log=log), low, high, log=log)
 
     def _is_of_integers(self, key: str, low: float, high: float) -> bool:
         # A setting is an integer, or null where it is not set, and the ends of its interval are.
@@ -179,8 +162,7 @@ class Search(Sweeper):
         return may_be and float(low).is_integer() and float(high).is_integer()
 
 
-def paused_at(point: Point, points: Sequence[Point]) -> int | None:
-    """Return the rung that a point has reached and after which it does not continue."""
+def _rung_of_pause(point: Point, points: Sequence[Point]) -> int | None:
     for rung in range(len(point.rungs)):
         if point not in continuing(points, rung):
             return rung if loss_at(point, rung) is not None else None
