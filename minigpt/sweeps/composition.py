@@ -96,8 +96,7 @@ class Composer:
             task, **hydra.job.config.override_dirname
         )
         # Apply what the job adds.
-        n_own = len(self.overrides(point.overrides))
-        self.loader._apply_overrides_to_config(parsed[n_own:], cfg)
+        self.loader._apply_overrides_to_config(parsed[len(self.overrides(point.overrides)) :], cfg)
         return cfg
 
     def once(self, load: Callable[..., Any], *args: object) -> Any:

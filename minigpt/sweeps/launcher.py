@@ -360,8 +360,7 @@ class Submitit(Launcher):
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: object) -> None:
         self.cluster = cluster
         self.n_jobs = as_integer(n_jobs)
-        given = {"slurm_array_parallelism": n_jobs, **parameters}
-        self.parameters = {name: as_integer(value) for name, value in given.items()}
+        self.parameters = {name: as_integer(value) for name, value in parameters.items()}
         self.name = f"hydra/launcher=submitit_{cluster}"
         self.submitit = import_extra("submitit", self.name, "submitit")
 
@@ -385,7 +384,9 @@ class Submitit(Launcher):
         folder = Path(str(self.cfg.hydra.sweep.dir), ".submitit", "%j")
         try:
             executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
-            executor.update_parameters(**self.parameters)
+            executor.update_parameters(
+                **{"slurm_array_parallelism": self.n_jobs, **self.parameters}
+            )
         except (RuntimeError, NameError, TypeError) as error:
             raise UserError(f"{self.name}: {error}") from error
         if self.cluster == "slurm":  # one array job, which SLURM queues

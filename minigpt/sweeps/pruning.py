@@ -46,8 +46,7 @@ def rung_steps(cfg: DictConfig) -> list[int]:
 def has_reached(point: Point, rung: int) -> bool:
     """Return whether a point is at a rung or past it, and its run has ended there."""
     steps = point.totals.get("steps", 0)
-    has_paused = steps == point.rungs[rung] and point.status == PAUSED
-    return has_paused or steps > point.rungs[rung]
+    return steps > point.rungs[rung] or (steps == point.rungs[rung] and point.status == PAUSED)
 
 
 def loss_at(point: Point, rung: int) -> float | None:

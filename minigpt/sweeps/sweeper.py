@@ -203,9 +203,12 @@ class Sweeper(hydra_sweeper.Sweeper):
         cfg, _ = self.composer.compose(values)
         before = {**point.settings, "seed": None}
         now = {**relevant_settings(cfg), "seed": None}
-        keys = [key for key in {**before, **now} if repr(before.get(key)) != repr(now.get(key))]
-        if keys:
-            changed = [f"{key} ({before.get(key)} there, {now.get(key)} now)" for key in keys]
+        changed = [
+            f"{key} ({before.get(key)} there, {now.get(key)} now)"
+            for key in {**before, **now}
+            if repr(before.get(key)) != repr(now.get(key))
+        ]
+        if changed:
             raise UserError(
                 f"{self.folder} holds a sweep that differs in {', '.join(changed)}; "
                 f"{ANOTHER_FOLDER}"
@@ -228,8 +231,10 @@ class Sweeper(hydra_sweeper.Sweeper):
             sized = cfg
             if cfg.minutes is not None:
                 sized = from_extras("with_possible_sizes")(cfg, self.composer.overrides(values))
-            run = RunConfig.from_hydra(sized, in_job=False)
-            corpus, config, pretrained = load_parts(run, self.composer.once)
+            corpus, config, pretrained = load_parts(
+                RunConfig.from_hydra(sized, in_job=False),
+                self.composer.once,
+            )
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             groups = map(self.composer.loader.get_group_options, self.axes)
             if isinstance(error, ConfigCompositionException) and not any(groups):
@@ -309,8 +314,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         ]
         # Rows do not wait for others that are not at the rung.
         others = [other for other in others if loss_at(other, rung) is not None]
-        best = continuing([*self.points, *others], rung)
-        kept = [point for point in best if point.folder in folders]
+        kept = [
+            point for point in continuing([*self.points, *others], rung) if point.folder in folders
+        ]
         steps = sorted({point.rungs[rung] for point in reached})
         log(f"rung at step {', '.join(map(str, steps))}: {len(kept)} of {len(reached)} continue")
         return kept
@@ -367,8 +373,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
         has_begun = any(point.folder.glob("checkpoints/*.safetensors"))
         can_resume = has_begun or "resume" not in point.settings
-        resumes = can_resume and (self.prune or self.cfg.resume == "auto")
-        resume = ["resume=auto"] if resumes else []
+        resume = ["resume=auto"] if can_resume and (self.prune or self.cfg.resume == "auto") else []
         pause = [] if rung is None else [f"pause_at={point.rungs[rung]}"]
         folders = {
             "hydra.run.dir": point.folder,
@@ -439,7 +444,6 @@ class Grid(Sweeper):
 def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:
     """Yield points that are checked; print how many are left, at first and every few seconds."""
     for done, point in enumerate(points):
-        left = n_points - done
         if n_points > 20 and done % 250 == 0:  # 20 ms each
-            log(f"{left:,} points to check, about {left // 50 + 1} s")
+            log(f"{n_points - done:,} points to check, about {(n_points - done) // 50 + 1} s")
         yield point
