@@ -23,7 +23,8 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs.overrides import quote_path, shared_arguments
+from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
+from minigpt.runs.overrides import complete_overrides, quote_path
 from minigpt.runs.run import train_in
 from minigpt.runs.run_dir import command, remove_unused_folders, short_path, write_failure
 from minigpt.utils.cli import cli_entrypoint
@@ -67,15 +68,15 @@ def resume_command(folder: Path) -> str:
 @cli_entrypoint
 @remove_unused_folders()
 def start() -> None:
-    """Run Hydra with the command line that all ranks share; nobody has to read the output of a
-    training.
-    """
+    """Run Hydra with rank 0's command line; nobody has to read the output of a training."""
     replace_dead_output(ends_script=False)
-    sys.argv[1:] = shared_arguments(sys.argv[1:])
+    join_ranks()
+    with shared_errors():
+        arguments = complete_overrides(sys.argv[1:])
+    sys.argv[1:] = gather_objects(arguments)[0]
     setup_globals()  # Hydra's resolvers, which a rerun lacks
-    hydra.main(version_base="1.3", config_path=search_path(sys.argv[1:]), config_name="train")(
-        main
-    )()
+    path = search_path(sys.argv[1:])
+    hydra.main(version_base="1.3", config_path=path, config_name="train")(main)()
 
 
 if __name__ == "__main__":

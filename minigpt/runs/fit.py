@@ -1,14 +1,15 @@
-"""Continue the run that `run.py` has started: prepare the model and the Trainer, train, sample and report.
+"""Continue the run that `run.py` has started: prepare the model and the Trainer, train and report.
 
-This is where torch and Lightning are first imported. The Trainer is built in `trainer.py`; what it repeats is the
-`LanguageModel` of `minigpt/training/language_model.py`.
+Read `fit`, then `train_and_report`. This is where torch and Lightning are first imported. The
+Trainer is built in `trainer.py`; what it repeats is the `LanguageModel` of
+`minigpt/training/language_model.py`.
 """
 
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from math import inf
@@ -22,7 +23,7 @@ from omegaconf import OmegaConf
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.format import contents
+from minigpt.checkpoints.format import MINIGPT, contents
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
@@ -53,10 +54,8 @@ from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
 from minigpt.utils.terminal import sanitize_line, warn
 
 FINAL_TOKENS = 400  # of the sample that ends a run
-FINAL_SECONDS, FINAL_SHARE = (
-    10,
-    0.05,
-)  # time of what follows a training, at most; and as a share of the training
+FINAL_SECONDS = 10  # of what follows a training, at most
+FINAL_SHARE = 0.05  # the same, as a share of the training
 
 
 def fit(
@@ -70,7 +69,7 @@ def fit(
     overrides: Sequence[str],
     started: float,
 ) -> float | None:
-    """Find the checkpoint to resume from, build the model and the Trainer, train, sample and write the summary.
+    """Find the checkpoint to resume from, build the model and the Trainer, train and report.
 
     Args:
         folder: of the run, locked.
@@ -80,17 +79,16 @@ def fit(
     Returns:
         The best validation loss, nats per token.
     """
-    settings = run.settings | {"model": config.to_dict()}  # null values resolved
-    origin = provenance() | {"init_from": None, "resumed_from": None}
+    # Where to start
     saved = contents(
         config,
         corpus.tokenizer,
-        config=settings,
-        provenance=origin,
+        config=run.settings | {"model": config.to_dict()},  # null values resolved
+        provenance={},
         corpus_sha256=corpus.sha256,
         corpus_provenance=dict(corpus.provenance),
     )
-    resume, step, before, done = find_checkpoint_of_ranks(run, folder, saved)
+    checkpoint, step, before, done = find_checkpoint_of_ranks(run, folder, saved)
     if done:
         if is_rank_zero():
             print(
@@ -100,141 +98,62 @@ def fit(
                 )
             )
         return done.get("best_val_loss")
-    if pretrained:  # `saved` refers to `origin`
-        origin["init_from"] = (
-            before.get("init_from") if resume else pretrained.provenance(run.data["folder"])
-        )
-    if resume:
-        origin["resumed_from"] = (
-            before.get("resumed_from") if run.resume == "auto" else f"{resume}, step {step}"
-        )
-    save_config(folder, composed, overrides)
-    reached = run_dir.previous_summary(folder)  # which is removed now
-    run_dir.truncate_logs(folder, step)
-    described = {
+    # What its checkpoints and its summary hold beside the training
+    provenance = run_provenance(run, pretrained, checkpoint, step, before)
+    described: run_dir.Summary = {
+        **provenance,
         "seed": run.seed,
         "eval_batches": run.eval_batches,
         "tokenizer": corpus.tokenizer.to_dict()["name"],
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
         "validated": corpus.validated_part(
-            config.block_size, run.data["eval_batch_size"], run.eval_batches
+            config.block_size, run.data.eval_batch_size, run.eval_batches
         ),
     }
-    if (
-        run.minutes is not None
-        and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]
-    ):
-        described["expected_val_loss"] = plan["expected_val_loss"]
-
-    metrics, state = MetricsCallback(run, config.block_size, started=started), ResumeState(saved)
+    if run.minutes is not None:
+        plan = read_json(folder / run_dir.RUN_PLAN)
+        if plan["expected_val_loss"]:
+            described["expected_val_loss"] = plan["expected_val_loss"]
+    # The files of the folder, as they were at that step
+    save_config(folder, composed, overrides)
+    reached = run_dir.previous_summary(folder)  # which is removed now
+    run_dir.truncate_logs(folder, step)
+    # The model and the Trainer
+    state = ResumeState({MINIGPT: saved[MINIGPT] | {"provenance": provenance}})
+    metrics = MetricsCallback(run, config.block_size, started=started)
     torch.manual_seed(run.seed)
     with shared_errors():
-        model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
-        model.checkpoint_blocks = run.checkpoint_blocks
-        make_optimizer, schedule = (
-            partial_from_config(key, getattr(run, key)) for key in ("optimizer", "schedule")
-        )
-        module = LanguageModel(
-            model,
-            optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
-            schedule=schedule,
-            max_steps=run.max_steps,
-            compile=run.compile,
-        )
+        module = build_module(run, config, None if checkpoint else pretrained)
         trainer = build_trainer(run, folder, state, metrics)
-        trainer.precision_plugin.convert_module(
-            module
-        )  # Lightning does after it loads a checkpoint into the module
+        # Lightning does so after it loads a checkpoint into the module
+        trainer.precision_plugin.convert_module(module)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            # Hide what a killed run logged after the checkpoint
+            logger._kwargs["purge_step"] = step + 1
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
-
-    outcome: dict[str, Any] = {
-        "status": "interrupted",
-        "reason": "",
-        "stopped_early": False,
-    }  # until the training ends
-    exit_code = 0
-    try:
-        for logger in trainer.loggers:
-            if isinstance(
-                logger, TensorBoardLogger
-            ):  # hide what a killed run logged after the checkpoint
-                logger._kwargs["purge_step"] = step + 1
-            logger.log_hyperparams(settings)
-        with end_with_rank_zero(trainer.strategy.launcher):
-            trainer.fit(module, TokenDataModule(corpus, run, config.block_size), ckpt_path=resume)
-        outcome |= ending(trainer, run.max_steps)
-        sample, outcome["originality"] = "", None
-        if outcome["status"] != "paused":
-            with only_a_warning("the final sample failed"):
-                sample, outcome["originality"] = sample_best(
-                    trainer,
-                    module,
-                    corpus,
-                    run,
-                    max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
-                )
-    except (
-        Interrupted,
-        KeyboardInterrupt,
-        SystemExit,
-    ) as error:  # SystemExit: submitit has requeued the job
-        exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
-        raise
-    except Exception as error:
-        if resume and not state.training_began and is_resume_error(error):
-            error = UserError(
-                f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})"
-            )
-        error = first_error(error)
-        outcome |= {"status": "failed", "reason": error_text(error)}
-        exit_code = explain(error)[1]
-        raise error
-    finally:
-        if resume and not state.training_began:  # the run has what it had reached
-            outcome = reached | outcome
-        summary = write_results(trainer, module, metrics, outcome | origin | described, exit_code)
+    # The training
+    data = TokenDataModule(corpus, run, config.block_size)
+    sample, summary = train(
+        trainer,
+        module,
+        data,
+        state,
+        metrics,
+        checkpoint=checkpoint,
+        reached=reached,
+        described=described,
+    )
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
 
 
-def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
-    """Write `.hydra` of a run folder, as Hydra would do before it is known that the folder is the run's own."""
-    if is_rank_zero():
-        (folder / ".hydra").mkdir(exist_ok=True)
-        (folder / ".hydra/config.yaml").write_text(composed, encoding="utf-8")
-        OmegaConf.save(overrides, folder / ".hydra/overrides.yaml")
-
-
-def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
-    """Return how a training ended without an error: completed, stopped early with a reason, or paused at `pause_at`."""
-    step, reason = trainer.global_step, ""
-    if trainer.should_stop and step < max_steps:
-        others = [
-            type(callback).__name__
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if not type(callback).__module__.startswith("minigpt.")
-        ]
-        messages = [
-            callback.stopping_reason_message for callback in trainer.early_stopping_callbacks
-        ]
-        message = next(
-            filter(None, messages), f"ended by a callback: {', '.join(others)}"
-        ).partition(" Signaling")[0]
-        reason = f"stopped early at step {step} of {max_steps}: {message}"
-    paused = not reason and trainer.max_steps <= step < max_steps
-    return {
-        "status": "paused" if paused else "completed",
-        "reason": reason,
-        "stopped_early": reason != "",
-    }
-
-
 def find_checkpoint_of_ranks(
     run: RunConfig, folder: Path, saved: dict[str, Any]
-) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
-    """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks."""
+) -> tuple[Path | None, int, dict[str, Any], run_dir.Summary | None]:
+    """Return what `find_resumed` does and the summary of a complete run, the same on all ranks."""
     found: Any = None
 
     def warn_and_log(message: str) -> None:
@@ -248,41 +167,189 @@ def find_checkpoint_of_ranks(
             if run.resume == "auto" and path:
                 done = run_dir.completed_summary(folder, step, run.max_steps, changed=changed)
             if done and done.get("checkpoint") and not (folder / BEST).exists():
-                warn(
-                    f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing"
-                )
+                best = run_dir.short_path(folder / BEST)
+                warn(f"{best} of step {done.get('best_step')} is missing")
             found = path, step, before, done
     return gather_objects(found)[0]
 
 
-def sample_best(
-    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, run: RunConfig, seconds: float
-) -> tuple[str, dict[str, Any] | None]:
-    """Return a sample of the best checkpoint, which sample.py loads, and its originality; none on ranks without it.
+def run_provenance(
+    run: RunConfig,
+    pretrained: Pretrained | None,
+    checkpoint: Path | None,
+    step: int,
+    before: Mapping[str, object],
+) -> dict[str, object]:
+    """Return where a run comes from: command, host, versions, git commit, and what it starts from.
 
-    Both end after so many seconds, but for a model whose sharded weights all ranks gather together.
+    Args:
+        checkpoint: that it resumes from, with its `step` and the provenance `before`.
     """
-    if (
-        trainer.checkpoint_callback and not trainer.is_global_zero
-    ):  # with none, all ranks gather weights
+    commit = None
+    if (ROOT / ".git").exists():
+        describe = "describe --always --abbrev=40 --exclude=* --dirty"
+        with suppress(OSError, subprocess.SubprocessError):  # git may be missing
+            commit = subprocess.run(
+                ["git", "-C", str(ROOT), *describe.split()],
+                capture_output=True,
+                encoding="utf-8",
+                check=True,
+                timeout=10,
+            ).stdout.strip()
+    provenance: dict[str, object] = {
+        "command": " ".join(sys.argv),
+        "host": platform.node(),
+        "versions": {
+            "minigpt": __version__,
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "lightning": version("lightning"),
+        },
+        "commit": commit and commit.removesuffix("-dirty"),
+        "dirty": commit and commit.endswith("-dirty"),
+        "init_from": None,
+        "resumed_from": None,
+    }
+    if pretrained and not checkpoint:
+        provenance["init_from"] = pretrained.provenance(run.data.folder)
+    if checkpoint:
+        resumed_from = f"{checkpoint}, step {step}"
+        is_own = run.resume == "auto"
+        provenance["resumed_from"] = before.get("resumed_from") if is_own else resumed_from
+        provenance["init_from"] = before.get("init_from") if pretrained else None
+    return provenance
+
+
+def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
+    """Write `.hydra` of a run folder; Hydra would do so before the folder is the run's own."""
+    if is_rank_zero():
+        (folder / ".hydra").mkdir(exist_ok=True)
+        (folder / ".hydra/config.yaml").write_text(composed, encoding="utf-8")
+        OmegaConf.save(overrides, folder / ".hydra/overrides.yaml")
+
+
+def build_module(run: RunConfig, config: GPTConfig, pretrained: Pretrained | None) -> LanguageModel:
+    """Build the module that trains a new model, or a pretrained one."""
+    model = pretrained.load(config).train() if pretrained else GPT(config)
+    model.checkpoint_blocks = run.checkpoint_blocks
+    make_optimizer = partial_from_config("optimizer", run.optimizer)
+    return LanguageModel(
+        model,
+        optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
+        schedule=partial_from_config("schedule", run.schedule),
+        max_steps=run.max_steps,
+        compile=run.compile,
+    )
+
+
+def train(
+    trainer: L.Trainer,
+    module: LanguageModel,
+    data: TokenDataModule,
+    state: ResumeState,
+    metrics: MetricsCallback,
+    *,
+    checkpoint: Path | None,
+    reached: run_dir.Summary,
+    described: run_dir.Summary,
+) -> tuple[str, run_dir.Summary]:
+    """Train from a checkpoint or from step 0, sample, and write the results, however it ends.
+
+    Args:
+        reached: the summary of the run until it resumed.
+        described: what the summary holds beside the training.
+
+    Returns:
+        The final sample and the summary.
+    """
+    # Until the training ends
+    outcome: run_dir.Summary = {"status": "interrupted", "reason": "", "stopped_early": False}
+    exit_code = 0
+    try:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(state.contents[MINIGPT]["config"])
+        with end_with_rank_zero(trainer.strategy.launcher):
+            trainer.fit(module, data, ckpt_path=checkpoint)
+        outcome |= ending(trainer, data.run.max_steps)
+        sample = ""
+        outcome["originality"] = None
+        if outcome["status"] != "paused":
+            seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
+            with only_a_warning("the final sample failed"):
+                sample, outcome["originality"] = sample_best(trainer, module, data, seconds)
+    except (Interrupted, KeyboardInterrupt, SystemExit) as error:
+        # SystemExit: submitit has requeued the job
+        exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
+        raise
+    except Exception as error:
+        # The error that the run reports, on ranks and from a checkpoint
+        if checkpoint and not state.training_began and is_resume_error(error):
+            reason = f"{type(error).__name__}: {error}"
+            error = UserError(f"{checkpoint} does not hold a run of minigpt ({reason})")
+        error = first_error(error)
+        outcome |= {"status": "failed", "reason": error_text(error)}
+        exit_code = explain(error)[1]
+        raise error
+    finally:
+        # A run that could not resume has what it had reached
+        if checkpoint and not state.training_began:
+            outcome = reached | outcome
+        summary = write_results(trainer, module, metrics, outcome | described, exit_code)
+    return sample, summary
+
+
+def ending(trainer: L.Trainer, max_steps: int) -> run_dir.Summary:
+    """Return how a training ended without an error.
+
+    Completed, stopped early with a reason, or paused at `pause_at`.
+    """
+    step = trainer.global_step
+    if trainer.should_stop and step < max_steps:
+        others = [
+            type(callback).__name__
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if not type(callback).__module__.startswith("minigpt.")
+        ]
+        stopping = trainer.early_stopping_callbacks
+        messages = [callback.stopping_reason_message for callback in stopping]
+        message = next(filter(None, messages), f"ended by a callback: {', '.join(others)}")
+        reason = (
+            f"stopped early at step {step} of {max_steps}: {message.partition(' Signaling')[0]}"
+        )
+        return {"status": "completed", "reason": reason, "stopped_early": True}
+    paused = trainer.max_steps <= step < max_steps
+    return {"status": "paused" if paused else "completed", "reason": "", "stopped_early": False}
+
+
+def sample_best(
+    trainer: L.Trainer, module: LanguageModel, data: TokenDataModule, seconds: float
+) -> tuple[str, dict[str, object] | None]:
+    """Return a sample of the best checkpoint, which sample.py loads, and its originality.
+
+    Both are empty on ranks without it. Both end after so many seconds, but for a model whose
+    sharded weights all ranks gather together.
+    """
+    # Without checkpoints, all ranks gather weights
+    if trainer.checkpoint_callback and not trainer.is_global_zero:
         return "", None
+    # What is sampled, and whether it is compared with the text
+    run = data.run
     folder = Path(trainer.default_root_dir)
     best = folder / BEST
-    model = (
-        load_checkpoint(best, device=trainer.strategy.root_device)[0]
-        if best.exists()
-        else module.model
-    )
+    model = module.model
+    if best.exists():
+        model, _ = load_checkpoint(best, device=trainer.strategy.root_device)
     compares = run.originality is not None and best.exists()
     if trainer.is_global_zero:
         what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
         run_dir.append_log(
             folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s"
         )
+    # The sample takes half of the time at most
     end = time.perf_counter() + seconds
     sample = sample_text(
         model,
-        corpus.tokenizer,
+        data.corpus.tokenizer,
         "",
         seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else inf,
         temperature=0.8,
@@ -293,7 +360,7 @@ def sample_best(
         return sample, None
     return sample, from_extras("final_originality")(
         model,
-        corpus,
+        data.corpus,
         sample,
         folder,
         characters=run.originality,
@@ -306,10 +373,10 @@ def write_results(
     trainer: L.Trainer,
     module: LanguageModel,
     metrics: MetricsCallback,
-    summary: dict[str, Any],
+    summary: run_dir.Summary,
     exit_code: int,
-) -> dict[str, Any]:
-    """Write the summary of a run that has something to show, then its curves, on rank 0; finish its W&B run.
+) -> run_dir.Summary:
+    """Write the summary and curves of a run that has something to show; finish its W&B run.
 
     Args:
         summary: what it holds beside the figures of `metrics`, among that how the training ended.
@@ -327,31 +394,6 @@ def write_results(
             if has_metrics:
                 plot_curves(folder, summary)
     finally:
-        for wandb in wandb_loggers(trainer):
-            wandb.finish(summary, 0 if summary["status"] == "completed" else exit_code)
+        for logger in wandb_loggers(trainer):
+            logger.finish(summary, 0 if summary["status"] == "completed" else exit_code)
     return summary
-
-
-def provenance() -> dict[str, Any]:
-    """Return the provenance of a run: command, host, versions and git commit."""
-    command, described = (
-        ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
-        None,
-    )
-    if (ROOT / ".git").exists():
-        with suppress(OSError, subprocess.SubprocessError):  # git may be missing
-            described = subprocess.run(
-                command, capture_output=True, encoding="utf-8", check=True, timeout=10
-            ).stdout.strip()
-    return {
-        "command": " ".join(sys.argv),
-        "host": platform.node(),
-        "versions": {
-            "minigpt": __version__,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "lightning": version("lightning"),
-        },
-        "commit": described and described.removesuffix("-dirty"),
-        "dirty": described and described.endswith("-dirty"),
-    }

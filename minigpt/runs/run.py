@@ -1,7 +1,8 @@
-"""Start one training run: compose and check its configuration, lock its folder, load its text and architecture.
+"""Start one training run: compose and check its configuration, lock its folder, load its text.
 
-`fit.py` continues from there, down to `trainer.py` and `minigpt/training/language_model.py`. It is a module of its own because
-it imports torch and Lightning, and errors of the configuration are raised before that.
+Read `train`, `train_in` and `load_parts`. `fit.py` continues from there, down to `trainer.py` and
+`minigpt/training/language_model.py`. It is a module of its own because it imports torch and
+Lightning, and errors of the configuration are raised before that.
 """
 
 import os
@@ -54,10 +55,11 @@ _one_run = threading.RLock()  # seeds, Hydra and flags of torch are of the proce
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Train in this process, as `python scripts/train.py OVERRIDES` does; a notebook shows the curves and the progress.
+    """Train in this process, as `python scripts/train.py OVERRIDES` does.
 
-    Of several threads, one trains after the other. With several devices, other processes are started that train with
-    the same overrides; they do not run the program that calls this function.
+    A notebook shows the curves and the progress. Of several threads, one trains after the other.
+    With several devices, other processes are started that train with the same overrides; they do
+    not run the program that calls this function.
 
     Returns:
         The contents of `summary.json`, and the run folder as `folder`.
@@ -71,7 +73,8 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
         or not all(isinstance(each, str) and each[:1] != "-" for each in overrides)
     ):
         raise UserError(
-            f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}'
+            'train takes a list of overrides such as ["max_steps=300"], without flags, '
+            f"got {overrides!r}"
         )
     try:
         # A program without a console has no streams, and a notebook shows stderr in red.
@@ -103,7 +106,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 @run_dir.remove_unused_folders()
 def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train with a configuration that has the node `hydra`, which is removed; return what `train` does.
+    """Train with a configuration whose node `hydra` is removed; return what `train` does.
 
     Args:
         overrides: those of `train`, from which other ranks compose the same.
@@ -113,13 +116,10 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    train_in(
-        folder,
-        cfg,
-        [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"],
-    )
+    of_ranks = [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"]
+    train_in(folder, cfg, of_ranks)
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
-    return dict(gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0])
+    return gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0]
 
 
 @contextmanager
@@ -149,8 +149,10 @@ def train_in(
     """Lock a run folder, train in it, and return the best validation loss, nats per token.
 
     Args:
-        overrides: of other ranks that Lightning starts; by default it runs this program again, with its arguments.
-        resume_command: printed when a signal ends the run; by default the call of `train` with these overrides, if any.
+        overrides: of other ranks that Lightning starts; by default it runs this program again, with
+            its arguments.
+        resume_command: printed when a signal ends the run; by default the call of `train` with
+            these overrides, if any.
     """
     started = time.perf_counter()
     _find_own_modules(cfg)
@@ -158,6 +160,7 @@ def train_in(
         with shared_errors():
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
+            # Settings, text and architecture, before torch is imported; the plan of `minutes=`
             with shared_errors():
                 check_hydra(HydraConfig.get())
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
@@ -171,6 +174,7 @@ def train_in(
                 run = RunConfig.from_hydra(cfg)
                 use_outside_values(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
+            # The training, in the ranks that it starts too
             with fast_imports():
                 from minigpt.runs.fit import fit
                 from minigpt.training.cpu_threads import cpu_threads
@@ -186,19 +190,15 @@ def train_in(
                     started=started,
                 )
         except (Interrupted, KeyboardInterrupt):
+            # A completed run lacks only its final sample
             if (
                 (overrides or resume_command)
                 and is_rank_zero()
                 and (folder / "checkpoints").is_dir()
-                and not run_dir.completed_summary(
-                    folder, cfg.max_steps, cfg.max_steps
-                )  # lacks only its final sample
+                and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)
             ):
-                print(
-                    "resume with:",
-                    sanitize_line(resume_command or f"train({[*overrides, 'resume=auto']})"),
-                    file=sys.stderr,
-                )
+                again = resume_command or f"train({[*overrides, 'resume=auto']})"
+                print("resume with:", sanitize_line(again), file=sys.stderr)
             raise
 
 
@@ -213,8 +213,8 @@ def load_parts(
 
     Args:
         once: calls a function; a sweep replaces it to call each once.
-        folder: of the run. A run that resumes has its architecture and tokenizer from its own checkpoint, so that the
-            source of its weights may be gone.
+        folder: of the run. A run that resumes has its architecture and tokenizer from its own
+            checkpoint, so that the source of its weights may be gone.
         corpus: if it is loaded.
 
     Raises:
@@ -222,25 +222,27 @@ def load_parts(
     """
     from minigpt.data.prepare import load_corpus  # imports numpy
 
-    def load(tokenizer: Mapping[str, Any]) -> Any:
+    def load(tokenizer: Mapping[str, object]) -> "Corpus":
         try:
-            return once(load_corpus, run.data, tokenizer)
+            return once(load_corpus, run.settings["data"], tokenizer)
         except UserError as error:
             if run.resume is None:
                 raise
             return from_extras("find_resumed_corpus")(run, folder, error)  # the text may be gone
 
+    pretrained = None
     if run.init_from is None:
         corpus = corpus or load(run.tokenizer)
-        n, given = corpus.tokenizer.vocab_size, run.model.get("vocab_size")
+        ids = corpus.tokenizer.vocab_size
+        given = run.model.get("vocab_size")
         require(
             "model.vocab_size",
             given,
-            lambda size: size is None or size >= n,
-            f"at least the tokenizer's {n}",
+            lambda size: size is None or size >= ids,
+            f"at least the tokenizer's {ids}",
             "use null",
         )
-        config, pretrained = GPTConfig(**{**run.model, "vocab_size": given or n}), None
+        config = GPTConfig(**{**run.model, "vocab_size": given or ids})
     else:
         from minigpt.checkpoints.init_from import find_start
 
@@ -275,9 +277,8 @@ def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
 
 
 def _find_own_modules(cfg: DictConfig) -> None:
-    """Let modules of the working folder be imported if a `_target_` names one that is not installed."""
-    packages = {
-        *re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
-    } - sys.modules.keys()  # __main__ has no spec
+    """Let modules of the working folder be imported if a `_target_` names one not installed."""
+    named = re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
+    packages = set(named) - sys.modules.keys()  # __main__ has no spec
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())

@@ -1,4 +1,8 @@
-"""The settings of a run, typed and checked once, before torch is imported and before anything is written."""
+"""The settings of a run, typed and checked once, before torch is imported and anything is written.
+
+`RunConfig.from_hydra` is the door: what is behind it takes no DictConfig. `RUN_RULES`, at the end,
+has the rule of each setting; `check_run` has the rules about several of them.
+"""
 
 import os
 import pickle
@@ -6,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,36 +17,56 @@ from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
-from minigpt.utils.checks import POSITIVE_INT, as_integer, integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.moved import MOVED
 from minigpt.utils.scripts import ROOT, shell_quote
 
-# The other options of lightning.Trainer would have no effect, or prevent an exact resume.
-TRAINER_OPTIONS = (
-    *(
-        "accelerator",
-        "devices",
-        "num_nodes",
-        "strategy",
-        "precision",
-        "accumulate_grad_batches",
-        "gradient_clip_val",
-    ),
-    *("deterministic", "benchmark", "detect_anomaly", "profiler"),
-)
-
 Node = dict[str, Any]  # a config group
 
-# Texts in which `${seed}` stands for itself, on the command line and in files; elsewhere it refers to a setting.
+# Texts in which `${seed}` stands for itself, on the command line and in files; elsewhere it refers
+# to a setting.
 LITERAL_TEXTS = ("data.separator", "callbacks.samples.prompt", "callbacks.attention.text")
 
-# A setting whose value is from outside the configuration. Not the folder or the time of a run, which no other run has;
-# no password, which is not written to disk; and no setting of a logger, which changes no result
+# A setting whose value is from outside the configuration. Not the folder or the time of a run,
+# which no other run has; no password, which is not written to disk; and no setting of a logger,
+# which changes no result.
 OUTSIDE = re.compile(
     r"(?s)(?!logger\b|.*\$\{(?:hydra|now):).*(?<!\\)\$\{(?:logger\b|pause_at\b|[\w.]+:"
     r"(?!(?:\$\{oc\.env:)?\w*(?i:API_?KEY|TOKEN|SECRET|PASSWORD)[,}]))"
 )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Hold the settings of `data` that the training reads; the others are of `load_corpus`."""
+
+    folder: str
+    batch_size: int
+    eval_batch_size: int
+    overfit_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Hold the options of lightning.Trainer that a run takes.
+
+    The others would have no effect, or prevent an exact resume.
+    """
+
+    accelerator: str
+    devices: int | str | list[int]
+    num_nodes: int = 1
+    strategy: str | Node
+    precision: str | int
+    accumulate_grad_batches: int
+    gradient_clip_val: float | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    detect_anomaly: bool = False
+    profiler: str | Node | None = None
+
+
+TRAINER_OPTIONS = [option.name for option in fields(TrainerConfig)]
 
 
 @dataclass(frozen=True)
@@ -65,12 +88,12 @@ class RunConfig:
     originality: int | None
     threads: int | None
     compile: bool
-    data: Node
+    data: DataConfig
     tokenizer: Node
     model: Node  # values of a GPTConfig; null values are those of the tokenizer, or of `init_from`
     optimizer: Node  # these have a `_target_`, or hold nodes that have one
     schedule: Node
-    trainer: Node
+    trainer: TrainerConfig
     callbacks: Node
     logger: Node
     settings: Node  # all of these, and those that a user added: what a checkpoint saves
@@ -80,20 +103,24 @@ class RunConfig:
         """Check and convert what Hydra composed; raise UserError for a value that is invalid.
 
         Args:
-            in_job: of Hydra; outside of one, callbacks and loggers, which may name its folder, are left out.
+            in_job: of Hydra; outside of one, callbacks and loggers, which may name its folder, are
+                left out.
         """
-        names = [field.name for field in fields(cls) if field.name != "settings"]
-        for group, required in {"": names, **_REQUIRED}.items():
+        for group, required in _REQUIRED.items():
             node = OmegaConf.select(cfg, group) or {}
-            if missing := [name for name in required if name not in node.keys()]:  # noqa: SIM118  # resolves none
-                key = f"{group}.{missing[0]}".lstrip(".")
-                raise UserError(f"{key} is missing, which a run needs; add ++{key}=…")
+            for name in required:
+                if name not in node.keys():  # noqa: SIM118  # resolves none
+                    key = f"{group}.{name}".lstrip(".")
+                    raise UserError(f"{key} is missing, which a run needs; add ++{key}=…")
         check_run(cfg)
         if not in_job:
             cfg = pickle.loads(pickle.dumps(cfg))  # 1 ms; cfg.copy() takes 4
             cfg.update(callbacks={}, logger={})
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
-        return cls(**{name: settings[name] for name in names}, settings=settings)
+        data = {field.name: settings["data"][field.name] for field in fields(DataConfig)}
+        parts = {"data": DataConfig(**data), "trainer": TrainerConfig(**settings["trainer"])}
+        values = settings | parts
+        return cls(**{name: values[name] for name in _REQUIRED[""]}, settings=settings)
 
 
 def check_hydra(hydra: Any) -> None:
@@ -112,6 +139,46 @@ def check_run(cfg: DictConfig) -> None:
     Raises:
         UserError: a value is invalid; the message names one.
     """
+    # What Hydra composes without an error, but no run takes
+    _check_names(cfg)
+    # Each setting by itself; GPTConfig checks those of the model
+    for key, value in normalize(cfg).items():
+        if key in RUN_RULES and value is not ...:
+            require(key, value, *RUN_RULES[key], _advice(cfg, key, value))
+    for name, value in cfg.get("model", {}).items():
+        advice = _advice(cfg, f"model.{name}", value)
+        if advice:
+            raise UserError(f"model.{name} must be a number or a name, got {value}; {advice}")
+    # Settings that depend on others
+    if cfg.get("pause_at") is not None:
+        require(
+            "pause_at",
+            cfg.pause_at,
+            lambda step: step % cfg.eval_every == 0 and step <= cfg.max_steps,
+            f"a multiple of eval_every={cfg.eval_every} and at most max_steps={cfg.max_steps}, "
+            "or null",
+        )
+    strategy = OmegaConf.select(cfg, "trainer.strategy._target_", default="")
+    if cfg.get("ema_decay") is not None and strategy.endswith(".FSDP"):
+        require(  # FSDP cannot hold averages of another dtype
+            "trainer.precision",
+            cfg.trainer.precision,
+            lambda precision: not str(precision).endswith("16-true"),
+            f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={cfg.ema_decay}",
+            "use auto",
+        )
+    if cfg.get("minutes") is not None:
+        require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
+        require(
+            "trainer.devices",
+            cfg.trainer.devices,
+            lambda n: n == 1,
+            "1 with minutes, which plans for one device",
+        )
+    _check_start(cfg)
+
+
+def _check_names(cfg: DictConfig) -> None:
     if "sweep" in cfg:  # the other files of this group set values elsewhere
         file = os.path.relpath(ROOT / "configs/sweep/wandb.yaml")
         raise UserError(f"{file} is for W&B's own agent: wandb sweep {file}")
@@ -127,51 +194,17 @@ def check_run(cfg: DictConfig) -> None:
                 known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
                 advice = f"add {group}={name}" if known else "set it to the path of a class"
                 raise UserError(f"{group}.{name} has no _target_; {advice}")
-    settings = normalize(cfg)
-    for key, rule in _RULE_OF.items():
-        if (value := settings[key]) is not ...:
-            require(key, value, *rule, _advice(cfg, key, value))
-    for name, value in cfg.get("model", {}).items():
-        if advice := _advice(cfg, f"model.{name}", value):
-            raise UserError(f"model.{name} must be a number or a name, got {value}; {advice}")
-    if cfg.get("pause_at") is not None:
-        require(
-            "pause_at",
-            cfg.pause_at,
-            lambda step: step % cfg.eval_every == 0 and step <= cfg.max_steps,
-            f"a multiple of eval_every={cfg.eval_every} and at most max_steps={cfg.max_steps}, or null",
-        )
-    strategy, averages = (
-        OmegaConf.select(cfg, "trainer.strategy._target_", default=""),
-        cfg.get("ema_decay"),
-    )
-    if averages is not None and strategy.endswith(
-        ".FSDP"
-    ):  # which cannot hold averages of another dtype
-        require(
-            "trainer.precision",
-            cfg.trainer.precision,
-            lambda precision: not str(precision).endswith("16-true"),
-            f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}",
-            "use auto",
-        )
-    if cfg.get("minutes") is not None:
-        require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
-        require(
-            "trainer.devices",
-            cfg.trainer.devices,
-            lambda n: n == 1,
-            "1 with minutes, which plans for one device",
-        )
-    tokenizer, model = (
-        cfg.get("tokenizer", {}).get("name"),
-        cfg.get("model"),
-    )  # scripts/prepare.py has no model
+
+
+def _check_start(cfg: DictConfig) -> None:
+    """Check that model and tokenizer are those of `init_from`, or complete without it."""
+    model = cfg.get("model")  # scripts/prepare.py has none
+    tokenizer = cfg.get("tokenizer", {}).get("name")
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require(
             "tokenizer",
             tokenizer,
-            *one_of(["pretrained"]),
+            *checks.one_of(["pretrained"]),
             "a run with init_from has its tokenizer",
         )
     elif tokenizer == "pretrained" or (model is not None and "n_layer" not in model):
@@ -183,10 +216,11 @@ def check_run(cfg: DictConfig) -> None:
         GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
-def normalize(cfg: DictConfig) -> dict[str, Any]:
-    """Make whole numbers that are written as floats, such as max_steps=1e4, integers where only these are accepted.
+def normalize(cfg: DictConfig) -> Node:
+    """Make whole numbers that are written as floats, such as max_steps=1e4, integers.
 
-    A run records them so, and two notations of a number are the same setting. Texts are made literal.
+    Only where nothing else is accepted. A run records them so, and two notations of a number are
+    the same setting. Texts are made literal, and what has moved gets its present name.
 
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
@@ -197,12 +231,11 @@ def normalize(cfg: DictConfig) -> dict[str, Any]:
         if key.endswith("_target_") and written in MOVED:
             OmegaConf.update(cfg, key, MOVED[written])
     settings = {}
-    for key, (accepts, _) in (
-        _RULE_OF | {f"model.{name}": rule for name, rule in RULES.items()}
-    ).items():
+    rules = RUN_RULES | {f"model.{name}": rule for name, rule in RULES.items()}
+    for key, (accepts, _) in rules.items():
         value = OmegaConf.select(cfg, key, default=..., throw_on_missing=True)
-        if not accepts(value) and accepts(as_integer(value)):
-            value = as_integer(value)
+        if not accepts(value) and accepts(checks.as_integer(value)):
+            value = checks.as_integer(value)
             OmegaConf.update(cfg, key, value)
         settings[key] = value
     return settings
@@ -216,48 +249,73 @@ def escape_references(text: str) -> str:
 def use_outside_values(cfg: DictConfig) -> None:
     """Replace references to the environment, and to what else `OUTSIDE` matches, by their values.
 
-    Runs that differ in the seed alone still do, because references to the seed and to other settings stay.
+    Runs that differ in the seed alone still do: references to the seed and other settings stay.
     """
     OmegaConf.update(cfg, "seed", cfg.get("seed"), force_add=True)
-    outside = [
-        key for key, value in flat(OmegaConf.to_container(cfg)) if OUTSIDE.match(f"{key}={value}")
-    ]
-    unseeded = OmegaConf.merge(cfg, {"seed": r"\${seed}"}) if outside else cfg
-    for key, config in product(outside, (cfg, unseeded)):
-        with suppress(
-            OmegaConfBaseException
-        ):  # a missing variable, or one that is named by the seed
-            value = OmegaConf.select(config, key)
-            known = (
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
-            OmegaConf.update(cfg, key, known)
+    written = flat(OmegaConf.to_container(cfg))
+    outside = [key for key, value in written if OUTSIDE.match(f"{key}={value}")]
+    if not outside:
+        return
+    unseeded = OmegaConf.merge(cfg, {"seed": r"\${seed}"})
+    for key in outside:
+        for source in (cfg, unseeded):
+            with suppress(OmegaConfBaseException):  # no such variable, or the seed names it
+                value = OmegaConf.select(source, key)
+                if OmegaConf.is_config(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+                OmegaConf.update(cfg, key, value)
 
 
-def flat(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a configuration by dotted key."""
-    for key, value in config.items():
+def flat(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield nested settings by dotted key."""
+    for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from ((f"{key}.{name}", each) for name, each in flat(value))
         else:
             yield key, value
 
 
-def _advice(cfg: DictConfig, key: str, value: Any) -> str:
+def _advice(cfg: DictConfig, key: str, value: object) -> str:
     """Return the advice for a number that is a text, as a value of the environment is."""
-    if not isinstance(value, str) or not re.fullmatch(
-        r"[-+.\de]+|true|false", value, flags=re.IGNORECASE
-    ):
+    number = r"[-+.\de]+|true|false"
+    if not isinstance(value, str) or not re.fullmatch(number, value, flags=re.IGNORECASE):
         return ""
     group, _, name = key.rpartition(".")
-    node: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
-    number = (
-        value if node[name] == value else f'"${{oc.decode:{node[name]}}}"'
-    )  # which Hydra cannot parse unquoted
-    return f"it is a text; write {shell_quote(f'{key}={number}')} in a shell, or {name}: {number} in a file"
+    written: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
+    if written[name] != value:  # a reference, which Hydra cannot parse unquoted
+        value = f'"${{oc.decode:{written[name]}}}"'
+    in_shell = shell_quote(f"{key}={value}")
+    return f"it is a text; write {in_shell} in a shell, or {name}: {value} in a file"
 
 
-def _are_local(value: Any) -> bool:
+# Settings that a group cannot be without, as one would be after ~data.split or in a file of one's
+# own.
+_REQUIRED = {
+    "": [field.name for field in fields(RunConfig) if field.name != "settings"],
+    "data": [
+        "source",
+        "path",
+        "val_path",
+        "field",
+        "separator",
+        "split",
+        "val_fraction",
+        "train_bin",
+        "val_bin",
+        "folder",
+        "threads",
+        "batch_size",
+        "eval_batch_size",
+        "overfit_batches",
+    ],
+    "tokenizer": ["name"],
+    "optimizer": ["_target_"],
+    "schedule": ["_target_"],
+    "trainer": ["accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"],
+}
+
+
+def _are_local(value: object) -> bool:
     paths = [value] if isinstance(value, str) else value
     return (
         isinstance(paths, Sequence)
@@ -266,78 +324,72 @@ def _are_local(value: Any) -> bool:
     )
 
 
-def _are_betas(value: Any) -> bool:
+def _are_betas(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(map(checks.FRACTION[0], value))
 
 
-# Settings that a group cannot be without, as one would be after ~data.split or in a file of one's own.
-_REQUIRED = {
-    "data": (
-        *(
-            "source",
-            "path",
-            "val_path",
-            "field",
-            "separator",
-            "split",
-            "val_fraction",
-            "train_bin",
-            "val_bin",
-        ),
-        *("folder", "threads", "batch_size", "eval_batch_size", "overfit_batches"),
+def _text(expected: str) -> checks.Rule:
+    return lambda v: isinstance(v, str) and v != "", expected
+
+
+_LOCAL_PATHS = checks.or_null((_are_local, "a local path or a list of them"))
+
+# The rule of each setting. Not every optimizer, schedule and strategy has all of its group.
+RUN_RULES: dict[str, checks.Rule] = {
+    "minutes": checks.or_null(checks.POSITIVE),
+    "max_steps": checks.POSITIVE_INT,
+    "eval_every": checks.POSITIVE_INT,
+    "pause_at": checks.or_null(checks.POSITIVE_INT),
+    "eval_batches": checks.or_null(checks.POSITIVE_INT),
+    "log_every": checks.POSITIVE_INT,
+    "seed": checks.NON_NEGATIVE_INT,
+    "init_from": checks.or_null(
+        _text("a run folder, a checkpoint, or a folder or id of Hugging Face")
     ),
-    "tokenizer": ("name",),
-    "optimizer": ("_target_",),
-    "schedule": ("_target_",),
-    "trainer": ("accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"),
+    "resume": checks.or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")),
+    "ema_decay": checks.or_null(checks.OPEN_FRACTION),
+    "checkpoint_blocks": checks.or_null(checks.POSITIVE_INT),
+    "collective_timeout": checks.POSITIVE,
+    "originality": checks.or_null(checks.POSITIVE_INT),
+    "threads": checks.or_null(checks.integer(1, 1024)),
+    "compile": checks.BOOLEAN,
+    "data.source": checks.one_of(("files", "download", "plays", "huggingface")),
+    "data.path": _LOCAL_PATHS,
+    "data.val_path": _LOCAL_PATHS,
+    "data.separator": checks.or_null(_text("a text")),
+    "data.split": checks.one_of(("fraction", "document")),
+    "data.val_fraction": checks.OPEN_FRACTION,
+    "data.train_bin": _LOCAL_PATHS,
+    "data.val_bin": _LOCAL_PATHS,
+    "data.folder": _text("a folder"),
+    "data.threads": checks.or_null(checks.POSITIVE_INT),
+    "data.batch_size": checks.POSITIVE_INT,
+    "data.eval_batch_size": checks.POSITIVE_INT,
+    "data.overfit_batches": checks.NON_NEGATIVE_INT,
+    "tokenizer.vocab_size": checks.integer(257),  # 256 bytes and the separator
+    "optimizer.lr": checks.POSITIVE,
+    "optimizer.adam_lr": checks.POSITIVE,
+    "optimizer.betas": (_are_betas, "two numbers in [0, 1)"),
+    "optimizer.momentum": checks.FRACTION,
+    "optimizer.newton_schulz_steps": checks.POSITIVE_INT,
+    "optimizer.weight_decay": checks.NON_NEGATIVE,
+    "optimizer.ngram_weight_decay": checks.NON_NEGATIVE,
+    "schedule.warmup_steps": checks.NON_NEGATIVE_INT,
+    "schedule.final_lr_frac": checks.CLOSED_FRACTION,
+    "trainer.devices": (
+        lambda v: not isinstance(v, float),
+        "a number of devices, a list of them, or auto",
+    ),
+    "trainer.num_nodes": checks.POSITIVE_INT,
+    "trainer.strategy.compress": checks.BOOLEAN,
+    "trainer.strategy.reshard_after_forward": checks.BOOLEAN,
+    "trainer.accumulate_grad_batches": checks.POSITIVE_INT,
+    "trainer.gradient_clip_val": checks.or_null(checks.POSITIVE),
+    "callbacks.checkpoint.save_top_k": checks.POSITIVE_INT,
+    "callbacks.snapshots.count": checks.integer(2),
+    "callbacks.samples.max_new_tokens": checks.or_null(checks.POSITIVE_INT),
+    "callbacks.samples.top_k": checks.or_null(checks.POSITIVE_INT),
+    "callbacks.samples.seed": checks.NON_NEGATIVE_INT,
+    "callbacks.attention.max_tokens": checks.POSITIVE_INT,
+    "callbacks.early_stopping.patience": checks.NON_NEGATIVE_INT,
 }
-# The settings that each rule is for. Not every optimizer, schedule and strategy has all of them.
-_RULES: dict[checks.Rule, tuple[str, ...]] = {
-    POSITIVE_INT: (
-        *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
-        *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches", "trainer.num_nodes"),
-        *("callbacks.checkpoint.save_top_k", "callbacks.attention.max_tokens"),
-    ),
-    or_null(POSITIVE_INT): (
-        *("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
-        *("callbacks.samples.max_new_tokens", "callbacks.samples.top_k"),
-    ),
-    checks.NON_NEGATIVE_INT: (
-        *("seed", "data.overfit_batches", "schedule.warmup_steps"),
-        *("callbacks.samples.seed", "callbacks.early_stopping.patience"),
-    ),
-    integer(2): ("callbacks.snapshots.count",),
-    (lambda v: not isinstance(v, float), "a number of devices, a list of them, or auto"): (
-        "trainer.devices",
-    ),
-    checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
-    or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
-    checks.NON_NEGATIVE: ("optimizer.weight_decay", "optimizer.ngram_weight_decay"),
-    checks.FRACTION: ("optimizer.momentum",),
-    checks.OPEN_FRACTION: ("data.val_fraction",),
-    or_null(checks.OPEN_FRACTION): ("ema_decay",),
-    checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
-    checks.BOOLEAN: (
-        "compile",
-        "trainer.strategy.compress",
-        "trainer.strategy.reshard_after_forward",
-    ),
-    or_null(integer(1, 1024)): ("threads",),
-    integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
-    one_of(("files", "download", "plays", "huggingface")): ("data.source",),
-    one_of(("fraction", "document")): ("data.split",),
-    or_null((_are_local, "a local path or a list of them")): (
-        *("data.path", "data.val_path", "data.train_bin", "data.val_bin"),
-    ),
-    (lambda v: isinstance(v, str) and v != "", "a folder"): ("data.folder",),
-    (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
-    or_null(
-        (
-            lambda v: isinstance(v, str) and v != "",
-            "a run folder, a checkpoint, or a folder or id of Hugging Face",
-        )
-    ): ("init_from",),
-    or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
-    or_null((lambda v: isinstance(v, str) and v != "", "a text")): ("data.separator",),
-}
-_RULE_OF = {key: rule for rule, keys in _RULES.items() for key in keys}

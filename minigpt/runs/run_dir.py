@@ -1,4 +1,7 @@
-"""A run folder: its lock, `runs/latest`, logs and summary."""
+"""A run folder: its name, its lock, `runs/latest`, its logs, its summary and what is printed of it.
+
+The functions stand in the order of a run. A run changes and removes only files that it wrote.
+"""
 
 import os
 import re
@@ -23,17 +26,15 @@ from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import INSTALLED, ROOT, shell_join, usage
 from minigpt.utils.terminal import escape_control_chars, sanitize_line
 
-METRICS, CURVES, SAMPLES, SUMMARY, LOG = (
-    "metrics.csv",
-    "curves.png",
-    "samples.txt",
-    "summary.json",
-    "log.txt",
-)
+METRICS = "metrics.csv"
+CURVES = "curves.png"
+SAMPLES = "samples.txt"
+SUMMARY = "summary.json"
+LOG = "log.txt"
 RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 LOCK = ".lock"
-_WRITTEN = {
+_WRITTEN = {  # by a run
     ".hydra",
     "checkpoints",
     METRICS,
@@ -44,17 +45,20 @@ _WRITTEN = {
     RUN_PLAN,
     "attention",
     "wandb",
-}  # by a run
+}
+# Files that killed runs were writing; safetensors names the last ones
+_UNFINISHED = (f".*.{PARTIAL}", f"checkpoints/**/.*.{PARTIAL}", "checkpoints/**/.tmp??????")
 _missing: list[Path] = []  # folders that were, each before its parents
 ORIGINALITY_HEADER = "── originality ──"
 # The header of a sample, of the table at the end of a run, or one that a full disk cut off
 _HEADER = re.compile(
     rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)"
 )
+Summary = dict[str, Any]  # of `summary.json`
 
 
 def make_folder(settings: DictConfig) -> Path:
-    """Return the folder of a run or a sweep. If it is named by the time, rank 0 makes it, and all ranks take it.
+    """Return the folder of a run or a sweep; rank 0 makes one that is named by the time, for all.
 
     If another run has that name, the folder gets a suffix; but not if it is named by the day or so,
     which its user chose to resume it.
@@ -62,18 +66,21 @@ def make_folder(settings: DictConfig) -> Path:
     Args:
         settings: `hydra.run` or `hydra.sweep`, whose `dir` is set to the folder.
     """
-    folder = named = Path(str(settings.dir))
+    named = Path(str(settings.dir))
     _missing[:] = [each for each in (named, *named.parents) if not each.exists()]
-    if "${now:" in (pattern := str(OmegaConf.to_container(settings))):
-        with suppress(OSError):  # it is raised again where the folder is used
-            for n in count(2) if is_rank_zero() else ():
-                with suppress(FileExistsError):
-                    folder.mkdir(parents=True, exist_ok="%S" not in pattern)
-                    break
-                folder = named.with_name(f"{named.name}-{n}")
-        folder = gather_objects(folder)[0]
-        _missing[:0] = {folder} - {named}
-        settings.dir = str(folder)
+    pattern = str(OmegaConf.to_container(settings))
+    if "${now:" not in pattern:
+        return named
+    folder = named
+    with suppress(OSError):  # it is raised again where the folder is used
+        for n in count(2) if is_rank_zero() else ():
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True, exist_ok="%S" not in pattern)
+                break
+            folder = named.with_name(f"{named.name}-{n}")
+    folder = gather_objects(folder)[0]
+    _missing[:0] = {folder} - {named}
+    settings.dir = str(folder)
     return folder
 
 
@@ -96,8 +103,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         resume: the folder may hold a run, which continues.
 
     Raises:
-        UserError: another process uses the folder, it holds a run or files that a run would overwrite, or it cannot be
-            written.
+        UserError: another process uses the folder, it holds a run or files that a run would
+            overwrite, or it cannot be written.
     """
     if not is_rank_zero():
         yield
@@ -109,24 +116,21 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
             _check_unused(folder, before, resume)
-            # Left by killed runs, also by safetensors
-            for pattern in (
-                f".*.{PARTIAL}",
-                f"checkpoints/**/.*.{PARTIAL}",
-                "checkpoints/**/.tmp??????",
-            ):
+            for pattern in _UNFINISHED:
                 for partial in real.glob(pattern):
                     partial.unlink(missing_ok=True)
             yield
         finally:
             written = {entry.name for entry in real.iterdir()} - before
-            checkpoints = (
-                [] if any(real.glob("checkpoints/*.safetensors")) else ["checkpoints"]
-            )  # snapshot of step 0
-            if written <= {".hydra", LOCK, RUN_PLAN, LOG, *checkpoints}:
+            # A snapshot of step 0 is no result
+            has_result = "checkpoints" in written and any(real.glob("checkpoints/*.safetensors"))
+            if written <= {".hydra", LOCK, RUN_PLAN, LOG, "checkpoints"} and not has_result:
                 for path in (real / name for name in written):
                     with suppress(OSError):  # Windows keeps a file that is open
-                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink()
 
 
 @contextmanager
@@ -150,7 +154,8 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
         lock = FileLock(folder / LOCK).acquire(timeout=seconds)
     except Timeout as error:
         raise UserError(
-            f"another {kind} uses {folder}; wait for it, or choose another folder with hydra.{kind}.dir=…"
+            f"another {kind} uses {folder}; wait for it, "
+            f"or choose another folder with hydra.{kind}.dir=…"
         ) from error
     except OSError as error:
         error.filename = error.filename or str(folder / LOCK)  # a disk without locks names none
@@ -160,7 +165,10 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
 
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
-    """Raise UserError if a folder with these names holds what a run would overwrite, but for that of one it resumes."""
+    """Raise UserError if a folder with these names holds what a run would overwrite.
+
+    That of a run which it resumes may be there.
+    """
     # Other programs with Hydra write hydra.yaml too
     own = {LOCK} if (folder / ".hydra/hydra.yaml").exists() else {LOCK, ".hydra"}
     is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint(own)
@@ -169,7 +177,8 @@ def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
     if held and not (resume and is_run):
         what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"
         raise UserError(
-            f"{folder} already holds {what} choose another folder with hydra.run.dir=…, or remove it"
+            f"{folder} already holds {what} choose another folder with hydra.run.dir=…, "
+            "or remove it"
         )
 
 
@@ -189,10 +198,10 @@ def update_latest_link(folder: Path) -> None:
     folder = folder.resolve()
     if (folder.parent / PLAN).exists():
         return
+    latest = folder.parent / "latest"
     with suppress(OSError):  # some file systems have no links
-        if (latest := folder.parent / "latest").is_symlink() and (
-            not latest.exists() or any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
-        ):  # of a run or a sweep, or broken; else it is the user's
+        is_ours = any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
+        if latest.is_symlink() and (is_ours or not latest.exists()):
             latest.unlink()
         latest.symlink_to(folder.name, target_is_directory=True)
 
@@ -202,20 +211,23 @@ def append_log(folder: Path, line: str, *, show: bool = True) -> None:
     if show:
         print(line, file=sys.stderr, flush=True)
     with suppress(OSError), open(folder / LOG, "a", encoding="utf-8") as file:
-        if not (
-            show and os.path.samestat(os.fstat(file.fileno()), os.fstat(2))
-        ):  # stderr of a sweep's job is log.txt
+        # stderr of a sweep's job is log.txt
+        if not (show and os.path.samestat(os.fstat(file.fileno()), os.fstat(2))):
             file.write(f"{line}\n")
 
 
 def truncate_logs(folder: Path, step: int) -> None:
-    """Remove metrics and samples after `step`, from which the run resumes, and what is written at its end; 0: all."""
+    """Remove metrics and samples after `step`, from which the run resumes; 0 removes all.
+
+    What is written at the end of a run is removed too.
+    """
     if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
-    if (metrics := folder / METRICS).exists():
-        truncate_metrics(metrics, step)
-    if (samples := folder / SAMPLES).exists():
+    if (folder / METRICS).exists():
+        truncate_metrics(folder / METRICS, step)
+    samples = folder / SAMPLES
+    if samples.exists():
         text = samples.read_text(encoding="utf-8", errors="replace")
         later = (
             header.start()
@@ -226,7 +238,7 @@ def truncate_logs(folder: Path, step: int) -> None:
             partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> Summary:
     """Read `summary.json`; empty while it is missing.
 
     Raises:
@@ -241,18 +253,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / SUMMARY, summary)
-
-
-def previous_summary(folder: Path) -> dict[str, Any]:
+def previous_summary(folder: Path) -> Summary:
     """Return the summary of what a run reached before; empty if it is missing or damaged."""
     try:
         return read_summary(folder)
     except ValueError:
         return {}
+
+
+def write_summary(folder: Path, summary: Mapping[str, object]) -> None:
+    """Write `summary.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SUMMARY, summary)
 
 
 def write_failure(folder: Path, reason: str) -> None:
@@ -262,8 +274,8 @@ def write_failure(folder: Path, reason: str) -> None:
 
 def completed_summary(
     folder: Path, step: int, max_steps: int, *, changed: bool = False
-) -> dict[str, Any] | None:
-    """Return the summary of a completed run whose last checkpoint is of `step`; None if it can resume.
+) -> Summary | None:
+    """Return the summary of a completed run whose last checkpoint is of `step`; else None.
 
     A run that stopped early can resume if its settings are `changed`.
     """
@@ -272,38 +284,34 @@ def completed_summary(
     return summary if done and summary.get("status") == "completed" else None
 
 
-def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None:
+def print_results(folder: Path, sample: str, summary: Summary) -> None:
     """Print the sample, or that the run paused, the best loss, and the paths of the results."""
-    sample = escape_control_chars(sample) if sys.stdout.isatty() else sample
-    if summary["status"] == "paused":  # without a sample
+    # A paused run has no sample
+    if summary["status"] == "paused":
         sample = (
             f"paused at step {summary['steps']}; to continue, run the same command with "
             "resume=auto pause_at=null and this run folder as hydra.run.dir"
         )
+    elif sys.stdout.isatty():
+        sample = escape_control_chars(sample)
     print(f"{sample.strip()}\n")
+    # What it reached
     if summary["stopped_early"]:
         print(sanitize_line(summary["reason"]))
-    if summary["best_val_loss"] is not None:
-        part = (
-            ""
-            if summary["eval_batches"] is None
-            else f", on {summary['eval_batches']} batches of the split"
-        )
-        print(
-            f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}"
-        )
-        if compared := summary.get("originality"):
-            generated, validation = (
-                compared[name]["longest"] for name in ("generated_text", "validation_text")
-            )
-            print(
-                f"longest copy     {generated:,} characters, {validation:,} in the validation text"
-            )
+    loss = summary["best_val_loss"]
+    if loss is not None:
+        n = summary["eval_batches"]
+        part = "" if n is None else f", on {n} batches of the split"
+        print(f"validation loss  {loss:.4f} at step {summary['best_step']}{part}")
+        compared = summary.get("originality")
+        if compared:
+            generated = compared["generated_text"]["longest"]
+            in_text = compared["validation_text"]["longest"]
+            print(f"longest copy     {generated:,} characters, {in_text:,} in the validation text")
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
-            print(
-                f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}"
-            )
+            print(f"expected         {expected:.2f} ± {width:.2f}, reached {loss:.3f}")
+    # Where it is
     run = sanitize_line(str(short_path(folder)))
     print(
         f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s\n"
@@ -311,10 +319,9 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
         f"curves           {run}/{CURVES}"
     )
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
+        again = command("sample", str(short_path(folder)), "--seed", "1")
         print(f"best checkpoint  {run}/{summary['checkpoint']}")
-        print(
-            f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}"
-        )
+        print(f"sample again     {sanitize_line(again)}")
 
 
 def short_path(path: Path) -> Path:
@@ -323,9 +330,10 @@ def short_path(path: Path) -> Path:
 
 
 def command(script: str, *arguments: str) -> str:
-    """Return the command line that runs a script of this installation, to be copied into a shell."""
-    words = [str(short_path(Path(sys.executable))), str(short_path(ROOT / f"scripts/{script}.py"))]
-    if INSTALLED:
-        on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
-        words = [*([] if on_path else [words[0], "-m"]), *usage(script).split()]
-    return shell_join(*words, *arguments)
+    """Return the command line of a script of this installation, to be copied into a shell."""
+    python = str(short_path(Path(sys.executable)))
+    if not INSTALLED:
+        return shell_join(python, str(short_path(ROOT / f"scripts/{script}.py")), *arguments)
+    on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
+    prefix = [] if on_path else [python, "-m"]
+    return shell_join(*prefix, *usage(script).split(), *arguments)

@@ -1,4 +1,4 @@
-"""Build the Lightning Trainer of a run from its settings, its data module, and what reads and writes its files."""
+"""Build the Lightning Trainer of a run, its data module, and what reads and writes its files."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +16,6 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers import Logger
-from omegaconf import OmegaConf
 from torch.utils._pytree import tree_map_only
 
 from minigpt.checkpoints.format import write
@@ -39,46 +38,54 @@ from minigpt.utils.terminal import warn
 
 
 def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
-    """Build a Trainer whose budget is optimizer steps, with `callbacks`, and the callbacks and loggers of the config.
+    """Build a Trainer whose budget is optimizer steps, with the loggers of the config.
+
+    Args:
+        callbacks: come before those of the config.
 
     Raises:
         UserError: Lightning rejects an option, or the device is missing.
     """
     set_up_process()
-    # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
-    # update of the EMA. Lightning puts Checkpoint callbacks last.
+    # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown
+    # is from after the update of the EMA. Lightning puts Checkpoint callbacks last.
     callbacks += (
         CollectiveTimeout(run.collective_timeout),
         *instantiate_group("callbacks", run.callbacks),
         *([] if run.ema_decay is None else [EMACallback(run.ema_decay)]),
         GracefulShutdown(sync_every=run.log_every),
     )
-    options = _instantiate("trainer", run.trainer)
+    # The number of processes is the launcher's, and the strategy that of several processes
+    options = _instantiate("trainer", vars(run.trainer))
     if started := launcher_sizes():
         options["num_nodes"], per_node = started
         if options["devices"] in (1, "auto"):
             options["devices"] = per_node
         if options["strategy"] == "auto":
             options["strategy"] = DDP()
-    else:  # variables of Lightning's ranks on several hosts are ignored, so a host would wait for the others forever
+    else:
+        # Variables of Lightning's ranks on several hosts are ignored, so a host would wait for the
+        # others forever.
         require(
             "trainer.num_nodes",
-            options.get("num_nodes", 1),
+            run.trainer.num_nodes,
             lambda nodes: nodes == 1,
             "1",
             "start ranks on several hosts with torchrun or srun",
         )
     if options["precision"] == "auto":
         options["precision"] = training_precision(options["accelerator"])
-    # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code for a requeue.
+    # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code
+    # for a requeue.
     environment = TorchElasticEnvironment if rank_variables() == TORCHRUN else LightningEnvironment
+    # Steps are counted here in batches, the budget in optimizer steps
+    eval_every = min(run.eval_every, run.max_steps) * run.trainer.accumulate_grad_batches
     try:
         trainer = L.Trainer(
             **options,
             max_steps=run.pause_at or run.max_steps,
             max_epochs=-1,
-            val_check_interval=min(run.eval_every, run.max_steps)
-            * run.trainer["accumulate_grad_batches"],
+            val_check_interval=eval_every,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
@@ -90,46 +97,43 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
-            inference_mode=False,  # FSDP2 would keep gathered weights that training cannot use; gloo has none either
+            # FSDP2 would keep gathered weights that training cannot use; gloo has none either
+            inference_mode=False,
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
+    # What Lightning sets up differently
     number_by_step(trainer)
-    rank_zero_only.__dict__["rank"] = (
-        trainer.global_rank
-    )  # set at the import, by any variable of ranks
+    rank_zero_only.__dict__["rank"] = trainer.global_rank  # set at import, by any variable of ranks
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
-    trainer.loggers = [
-        *trainer.loggers,
-        *instantiate_group("logger", run.logger),
-    ]  # W&B starts a run
+    # Last, because W&B starts a run
+    trainer.loggers = [*trainer.loggers, *instantiate_group("logger", run.logger)]
     return trainer
 
 
 def instantiate_group(name: str, group: Node) -> list[Any]:
-    """Instantiate the objects of a config group, whose name is that in errors; null values are skipped."""
+    """Instantiate the objects of a config group, whose name is that in errors; skip null values."""
     return [part for part in _instantiate(name, group).values() if part is not None]
 
 
-def _instantiate(name: str, group: Node) -> Any:
-    """Instantiate the nodes of a group, whose references are resolved: a `${…}` that is left is a text."""
+def _instantiate(name: str, group: Node) -> Node:
+    """Instantiate the nodes of a group, whose references are resolved: a `${…}` left is a text."""
     # Hydra resolves twice, and each time halves the backslashes before a `${`.
-    literal = tree_map_only(
+    escaped = tree_map_only(
         str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group}
     )
-    return instantiate(OmegaConf.create(literal), _convert_="all")[name]
+    return instantiate(escaped, _convert_="all")[name]
 
 
-def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind the values of a config group to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
+def partial_from_config(name: str, node: Mapping[str, object]) -> Callable[..., Any]:
+    """Bind the values of a config group to its `_target_`; Hydra's own partial takes 0.5 ms."""
     values = dict(node)
     target = values.pop("_target_")
-    known = (
-        {"max_steps": 1} if name == "schedule" else {}
-    )  # which the caller passes, after a model or a step
+    # What the caller passes after a model or a step
+    known = {"max_steps": 1} if name == "schedule" else {}
     try:
-        function = resolve_name(target)
+        function = resolve_name(str(target))
         signature(function).bind(None, **known, **values)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
@@ -141,59 +145,58 @@ def partial_from_config(name: str, node: Mapping[str, Any]) -> Callable[..., Any
 class TokenDataModule(L.LightningDataModule):
     """Training and validation batches of one rank."""
 
-    trainer: Any
+    trainer: L.Trainer
 
     def __init__(self, corpus: Corpus, run: RunConfig, block_size: int) -> None:
         super().__init__()
-        self.corpus, self.run, self.block_size = corpus, run, block_size
-        self.tokens_per_batch = run.data["batch_size"] * block_size
+        self.corpus = corpus
+        self.run = run
+        self.block_size = block_size
+        self.tokens_per_batch = run.data.batch_size * block_size
 
     def train_dataloader(self) -> Batches:
-        run, n = self.run, self.trainer.world_size
+        run = self.run
+        ranks = self.trainer.world_size
         require(
             "data.batch_size",
-            run.data["batch_size"],
-            lambda size: size >= n,
-            f"≥ {n}, the number of processes",
+            run.data.batch_size,
+            lambda size: size >= ranks,
+            f"≥ {ranks}, the number of processes",
         )
         return Batches(
             self.corpus.tokens("train"),
             WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
-            batch_size=run.data["batch_size"],
-            first=lambda: self.trainer.global_step * run.trainer["accumulate_grad_batches"],
-            stop=run.max_steps * run.trainer["accumulate_grad_batches"],
-            repeat=run.data["overfit_batches"],
-            **self._rank(),
+            batch_size=run.data.batch_size,
+            first=lambda: self.trainer.global_step * run.trainer.accumulate_grad_batches,
+            stop=run.max_steps * run.trainer.accumulate_grad_batches,
+            repeat=run.data.overfit_batches,
+            rank=self.trainer.global_rank,
+            world_size=ranks,
+            device=self.trainer.strategy.root_device,
         )
 
     def val_dataloader(self) -> ValidationBatches:
         return ValidationBatches(
             self.corpus.tokens("val"),
             block_size=self.block_size,
-            batch_size=self.run.data["eval_batch_size"],
+            batch_size=self.run.data.eval_batch_size,
             n_batches=self.run.eval_batches,
-            **self._rank(),
+            rank=self.trainer.global_rank,
+            world_size=self.trainer.world_size,
+            device=self.trainer.strategy.root_device,
         )
-
-    def _rank(self) -> dict[str, Any]:
-        return {
-            "rank": self.trainer.global_rank,
-            "world_size": self.trainer.world_size,
-            "device": self.trainer.strategy.root_device,
-        }
 
 
 class MetricsCSV(Logger):
-    """Append metrics to `metrics.csv`. Lightning's CSVLogger removes the file of a run that resumes."""
+    """Append metrics to `metrics.csv`; Lightning's CSVLogger removes the file of a resumed run."""
 
-    name = version = save_dir = (
-        ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
-    )
+    # Callbacks of Lightning write to save_dir/name/version, which is the run folder.
+    name = version = save_dir = ""
 
     def __init__(self, folder: Path) -> None:
         self.save_dir = str(folder)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         pass
 
     @rank_zero_only
@@ -205,9 +208,9 @@ class CheckpointIO(TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does."""
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None
     ) -> None:
         write(checkpoint, Path(path), keeps_previous=True)
 
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: object, **kwargs: object) -> dict[str, Any]:
         return read_unaveraged(Path(path))

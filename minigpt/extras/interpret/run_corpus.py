@@ -102,7 +102,7 @@ def find_resumed_corpus(
         UserError: there are no token files that are those of the run, or other settings select the
             text.
     """
-    data = run.data
+    data = run.settings["data"]
     if data["train_bin"] is not None or _is_found(data):
         raise missing
     if run.resume == "auto":

@@ -23,12 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
-from minigpt.extras.planner.planned_sizes import planned_heads
+from minigpt.extras.planner.planned_sizes import given_settings, planned_heads
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.lightning_workarounds import set_up_process
-from minigpt.runs.overrides import given_settings
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log

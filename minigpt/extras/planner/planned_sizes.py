@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from minigpt.runs.overrides import given_settings
+from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_config import normalize
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.errors import require
@@ -68,3 +68,21 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
         ]
         n_head = min(possible, key=lambda n: abs(n_embd / n - HEAD_WIDTH))
     return n_embd, n_head
+
+
+def given_settings(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of the settings and groups that overrides give.
+
+    Not the groups that `minutes=` selects.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = set()
+    for override in OverridesParser.create().parse_overrides([*overrides]):
+        key = override.key_or_group
+        value = override.value()
+        if isinstance(value, dict):
+            given |= {f"{key}.{name}" for name in value}
+        elif PLANNED_GROUPS.get(key) != value:
+            given.add(key)
+    return given

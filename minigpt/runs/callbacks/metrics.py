@@ -65,9 +65,8 @@ class MetricsCallback(L.Callback):
 
     def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:
         self.log_every, self.max_steps, self.started = run.log_every, run.max_steps, started
-        self.tokens_per_step = (
-            run.data["batch_size"] * run.trainer["accumulate_grad_batches"] * block_size
-        )
+        sequences = run.data.batch_size * run.trainer.accumulate_grad_batches
+        self.tokens_per_step = sequences * block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
         self._clock: float | None = (
             None  # end of `seconds`; None before training and during validation
@@ -76,7 +75,7 @@ class MetricsCallback(L.Callback):
         self._losses: list[torch.Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
         self._progress: Progress | None = None  # of rank 0
-        self._given_threads, self._deterministic = run.threads, run.trainer.get("deterministic")
+        self._given_threads, self._deterministic = run.threads, run.trainer.deterministic
         self._threads = ThreadBalancer(fixed=True)  # until the training starts
         self._thread_changes: list[list[int]] = []  # step, number from the next one on
         self._first: dict[torch.Tensor, torch.Tensor] = {}  # values of parameters in low precision

@@ -16,7 +16,7 @@ from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
 from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
 from minigpt.model.config import GPTConfig
-from minigpt.runs.overrides import complete_overrides, given_settings
+from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
 from minigpt.training.language_model import LanguageModel
