@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,10 @@ def fit(
             logger._kwargs["purge_step"] = step + 1
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
     # The training
-    data = TokenDataModule(corpus, run, config.block_size)
     sample, summary = train(
         trainer,
         module,
-        data,
+        TokenDataModule(corpus, run, config.block_size),
         state,
         metrics,
         checkpoint=checkpoint,
@@ -213,10 +211,10 @@ def run_provenance(
     if pretrained and not checkpoint:
         provenance["init_from"] = pretrained.provenance(run.data.folder)
     if checkpoint:
-        resumed_from = f"{checkpoint}, step {step}"
-        is_own = run.resume == "auto"
-        provenance["resumed_from"] = before.get("resumed_from") if is_own else resumed_from
         provenance["init_from"] = before.get("init_from") if pretrained else None
+        provenance["resumed_from"] = f"{checkpoint}, step {step}"
+    if checkpoint and run.resume == "auto":
+        provenance["resumed_from"] = before.get("resumed_from")
     return provenance
 
 
@@ -284,8 +282,9 @@ def train(
     except Exception as error:
         # The error that the run reports, on ranks and from a checkpoint
         if checkpoint and not state.training_began and is_resume_error(error):
-            reason = f"{type(error).__name__}: {error}"
-            error = UserError(f"{checkpoint} does not hold a run of minigpt ({reason})")
+            error = UserError(
+                f"{checkpoint} does not hold a run of minigpt ({type(error).__name__}: {error})"
+            )
         error = first_error(error)
         outcome |= {"status": "failed", "reason": error_text(error)}
         exit_code = explain(error)[1]
@@ -351,7 +350,7 @@ def sample_best(
         model,
         data.corpus.tokenizer,
         "",
-        seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else inf,
+        seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else float("inf"),
         temperature=0.8,
         seed=run.seed,
         max_new_tokens=FINAL_TOKENS,

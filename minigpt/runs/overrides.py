@@ -26,8 +26,15 @@ _PATHS = (
     "resume",
 )
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
-_WANDB_TEXTS = ("name", "notes", "group", "project", "entity", "id")
-_TEXTS = (*LITERAL_TEXTS, *(f"logger.wandb.{name}" for name in _WANDB_TEXTS))
+_TEXTS = (
+    *LITERAL_TEXTS,
+    "logger.wandb.name",
+    "logger.wandb.notes",
+    "logger.wandb.group",
+    "logger.wandb.project",
+    "logger.wandb.entity",
+    "logger.wandb.id",
+)
 # What an override such as ~logger or logger=null stands for; the other groups always have a choice.
 _WITHOUT = {
     "callbacks": "callbacks=none",

@@ -116,8 +116,8 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    of_ranks = [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"]
-    train_in(folder, cfg, of_ranks)
+    named = [f"hydra.run.dir={quote_override(folder)}"]
+    train_in(folder, cfg, [] if overrides is None else [*overrides, *named])
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0]
 
@@ -197,8 +197,11 @@ def train_in(
                 and (folder / "checkpoints").is_dir()
                 and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)
             ):
-                again = resume_command or f"train({[*overrides, 'resume=auto']})"
-                print("resume with:", sanitize_line(again), file=sys.stderr)
+                print(
+                    "resume with:",
+                    sanitize_line(resume_command or f"train({[*overrides, 'resume=auto']})"),
+                    file=sys.stderr,
+                )
             raise
 
 
@@ -278,7 +281,7 @@ def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
 
 def _find_own_modules(cfg: DictConfig) -> None:
     """Let modules of the working folder be imported if a `_target_` names one not installed."""
-    named = re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
-    packages = set(named) - sys.modules.keys()  # __main__ has no spec
+    # Not __main__, which has no spec
+    packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())

@@ -277,15 +277,16 @@ def flat(settings: Any) -> Iterator[tuple[str, Any]]:
 
 def _advice(cfg: DictConfig, key: str, value: object) -> str:
     """Return the advice for a number that is a text, as a value of the environment is."""
-    number = r"[-+.\de]+|true|false"
-    if not isinstance(value, str) or not re.fullmatch(number, value, flags=re.IGNORECASE):
+    if not isinstance(value, str) or not re.fullmatch(r"(?i:[-+.\de]+|true|false)", value):
         return ""
     group, _, name = key.rpartition(".")
     written: Any = OmegaConf.to_container(OmegaConf.select(cfg, group))
     if written[name] != value:  # a reference, which Hydra cannot parse unquoted
         value = f'"${{oc.decode:{written[name]}}}"'
-    in_shell = shell_quote(f"{key}={value}")
-    return f"it is a text; write {in_shell} in a shell, or {name}: {value} in a file"
+    return (
+        f"it is a text; write {shell_quote(f'{key}={value}')} in a shell, "
+        f"or {name}: {value} in a file"
+    )
 
 
 # Settings that a group cannot be without, as one would be after ~data.split or in a file of one's

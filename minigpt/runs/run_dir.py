@@ -66,21 +66,19 @@ def make_folder(settings: DictConfig) -> Path:
     Args:
         settings: `hydra.run` or `hydra.sweep`, whose `dir` is set to the folder.
     """
-    named = Path(str(settings.dir))
+    folder = named = Path(str(settings.dir))
     _missing[:] = [each for each in (named, *named.parents) if not each.exists()]
     pattern = str(OmegaConf.to_container(settings))
-    if "${now:" not in pattern:
-        return named
-    folder = named
-    with suppress(OSError):  # it is raised again where the folder is used
-        for n in count(2) if is_rank_zero() else ():
-            with suppress(FileExistsError):
-                folder.mkdir(parents=True, exist_ok="%S" not in pattern)
-                break
-            folder = named.with_name(f"{named.name}-{n}")
-    folder = gather_objects(folder)[0]
-    _missing[:0] = {folder} - {named}
-    settings.dir = str(folder)
+    if "${now:" in pattern:
+        with suppress(OSError):  # it is raised again where the folder is used
+            for n in count(2) if is_rank_zero() else ():
+                with suppress(FileExistsError):
+                    folder.mkdir(parents=True, exist_ok="%S" not in pattern)
+                    break
+                folder = named.with_name(f"{named.name}-{n}")
+        folder = gather_objects(folder)[0]
+        _missing[:0] = {folder} - {named}
+        settings.dir = str(folder)
     return folder
 
 
@@ -149,7 +147,6 @@ def lock_sweep_dir(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
-    """Hold the lock of a folder, which may be released within so many seconds."""
     try:
         lock = FileLock(folder / LOCK).acquire(timeout=seconds)
     except Timeout as error:
@@ -303,11 +300,11 @@ def print_results(folder: Path, sample: str, summary: Summary) -> None:
         n = summary["eval_batches"]
         part = "" if n is None else f", on {n} batches of the split"
         print(f"validation loss  {loss:.4f} at step {summary['best_step']}{part}")
-        compared = summary.get("originality")
-        if compared:
-            generated = compared["generated_text"]["longest"]
-            in_text = compared["validation_text"]["longest"]
-            print(f"longest copy     {generated:,} characters, {in_text:,} in the validation text")
+        if compared := summary.get("originality"):
+            print(
+                f"longest copy     {compared['generated_text']['longest']:,} characters, "
+                f"{compared['validation_text']['longest']:,} in the validation text"
+            )
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
             print(f"expected         {expected:.2f} ± {width:.2f}, reached {loss:.3f}")

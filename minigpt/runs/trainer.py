@@ -78,14 +78,14 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
     # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code
     # for a requeue.
     environment = TorchElasticEnvironment if rank_variables() == TORCHRUN else LightningEnvironment
-    # Steps are counted here in batches, the budget in optimizer steps
-    eval_every = min(run.eval_every, run.max_steps) * run.trainer.accumulate_grad_batches
     try:
         trainer = L.Trainer(
             **options,
             max_steps=run.pause_at or run.max_steps,
             max_epochs=-1,
-            val_check_interval=eval_every,
+            # In batches
+            val_check_interval=min(run.eval_every, run.max_steps)
+            * run.trainer.accumulate_grad_batches,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
@@ -156,12 +156,11 @@ class TokenDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         run = self.run
-        ranks = self.trainer.world_size
         require(
             "data.batch_size",
             run.data.batch_size,
-            lambda size: size >= ranks,
-            f"≥ {ranks}, the number of processes",
+            lambda size: size >= self.trainer.world_size,
+            f"≥ {self.trainer.world_size}, the number of processes",
         )
         return Batches(
             self.corpus.tokens("train"),
@@ -171,7 +170,7 @@ class TokenDataModule(L.LightningDataModule):
             stop=run.max_steps * run.trainer.accumulate_grad_batches,
             repeat=run.data.overfit_batches,
             rank=self.trainer.global_rank,
-            world_size=ranks,
+            world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,
         )
 

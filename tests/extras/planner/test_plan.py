@@ -14,7 +14,11 @@ from small_runs import column, composed
 import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
-from minigpt.extras.planner.planned_sizes import planned_heads, with_possible_sizes
+from minigpt.extras.planner.planned_sizes import (
+    given_settings,
+    planned_heads,
+    with_possible_sizes,
+)
 from minigpt.model.config import GPTConfig
 from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.run import load_parts
