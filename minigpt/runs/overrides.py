@@ -173,7 +173,6 @@ def literal(override: str, sweeps: bool) -> str:
 
 
 def _quoted(name: str, value: str, *, sweeps: bool) -> str:
-    """Quote a path or a text of the setting `name`; in a sweep, what is quoted already stays so."""
     if name in LITERAL_TEXTS:
         value = escape_references(value)
     if name not in _TEXTS:
@@ -183,6 +182,7 @@ def _quoted(name: str, value: str, *, sweeps: bool) -> str:
     if name in ("resume", "init_from"):
         path = Path(value)
         value = str(path if path.resolve() == path.absolute() else path.resolve())
+    # In a sweep, what is quoted already stays so
     as_given = r"null|'.*'|\".*\"" if sweeps else ""
     return value if re.fullmatch(as_given, value) else quote_path(value)
 

@@ -257,7 +257,6 @@ def load_parts(
 
 
 def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
-    """Return the architecture of `init_from` with the values of `model` that may differ from it."""
     given = {name: value for name, value in run.model.items() if value is not None}
     wanted = GPTConfig.from_dict({**config.to_dict(), **given})
     require(

@@ -197,7 +197,6 @@ def _check_names(cfg: DictConfig) -> None:
 
 
 def _check_start(cfg: DictConfig) -> None:
-    """Check that model and tokenizer are those of `init_from`, or complete without it."""
     model = cfg.get("model")  # scripts/prepare.py has none
     tokenizer = cfg.get("tokenizer", {}).get("name")
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
@@ -276,7 +275,7 @@ def flat(settings: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _advice(cfg: DictConfig, key: str, value: object) -> str:
-    """Return the advice for a number that is a text, as a value of the environment is."""
+    # A number that is a text, as a value of the environment is
     if not isinstance(value, str) or not re.fullmatch(r"(?i:[-+.\de]+|true|false)", value):
         return ""
     group, _, name = key.rpartition(".")

@@ -162,14 +162,11 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
 
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
-    """Raise UserError if a folder with these names holds what a run would overwrite.
-
-    That of a run which it resumes may be there.
-    """
     # Other programs with Hydra write hydra.yaml too
     own = {LOCK} if (folder / ".hydra/hydra.yaml").exists() else {LOCK, ".hydra"}
     is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint(own)
-    in_sweep = (folder.resolve().parent / PLAN).exists()  # whose jobs print to log.txt
+    # The jobs of a sweep print to log.txt before they are runs
+    in_sweep = (folder.resolve().parent / PLAN).exists()
     held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
     if held and not (resume and is_run):
         what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"

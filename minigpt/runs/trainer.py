@@ -118,8 +118,8 @@ def instantiate_group(name: str, group: Node) -> list[Any]:
 
 
 def _instantiate(name: str, group: Node) -> Node:
-    """Instantiate the nodes of a group, whose references are resolved: a `${…}` left is a text."""
-    # Hydra resolves twice, and each time halves the backslashes before a `${`.
+    # References are resolved already: a `${` that is left is text. Hydra resolves twice, and each
+    # time halves the backslashes before a `${`.
     escaped = tree_map_only(
         str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group}
     )
