@@ -116,8 +116,9 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    named = [f"hydra.run.dir={quote_override(folder)}"]
-    train_in(folder, cfg, [] if overrides is None else [*overrides, *named])
+    if overrides is not None:
+        overrides = [*overrides, f"hydra.run.dir={quote_override(folder)}"]
+    train_in(folder, cfg, overrides or ())
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0]
 

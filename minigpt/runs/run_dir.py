@@ -46,8 +46,6 @@ _WRITTEN = {  # by a run
     "attention",
     "wandb",
 }
-# Files that killed runs were writing; safetensors names the last ones
-_UNFINISHED = (f".*.{PARTIAL}", f"checkpoints/**/.*.{PARTIAL}", "checkpoints/**/.tmp??????")
 _missing: list[Path] = []  # folders that were, each before its parents
 ORIGINALITY_HEADER = "── originality ──"
 # The header of a sample, of the table at the end of a run, or one that a full disk cut off
@@ -114,7 +112,12 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
             _check_unused(folder, before, resume)
-            for pattern in _UNFINISHED:
+            # What killed runs were writing; safetensors names the last ones
+            for pattern in (
+                f".*.{PARTIAL}",
+                f"checkpoints/**/.*.{PARTIAL}",
+                "checkpoints/**/.tmp??????",
+            ):
                 for partial in real.glob(pattern):
                     partial.unlink(missing_ok=True)
             yield

@@ -155,20 +155,19 @@ class TokenDataModule(L.LightningDataModule):
         self.tokens_per_batch = run.data.batch_size * block_size
 
     def train_dataloader(self) -> Batches:
-        run = self.run
         require(
             "data.batch_size",
-            run.data.batch_size,
+            self.run.data.batch_size,
             lambda size: size >= self.trainer.world_size,
             f"≥ {self.trainer.world_size}, the number of processes",
         )
         return Batches(
             self.corpus.tokens("train"),
-            WindowOrder(self.corpus.train.tokens, self.block_size, run.seed),
-            batch_size=run.data.batch_size,
-            first=lambda: self.trainer.global_step * run.trainer.accumulate_grad_batches,
-            stop=run.max_steps * run.trainer.accumulate_grad_batches,
-            repeat=run.data.overfit_batches,
+            WindowOrder(self.corpus.train.tokens, self.block_size, self.run.seed),
+            batch_size=self.run.data.batch_size,
+            first=lambda: self.trainer.global_step * self.run.trainer.accumulate_grad_batches,
+            stop=self.run.max_steps * self.run.trainer.accumulate_grad_batches,
+            repeat=self.run.data.overfit_batches,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,

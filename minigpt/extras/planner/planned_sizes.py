@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from minigpt.model.config import RULES
 from minigpt.runs.overrides import PLANNED_GROUPS
-from minigpt.runs.run_config import normalize
-from minigpt.utils.checks import POSITIVE_INT, or_null
+from minigpt.runs.run_config import flat, normalize
 from minigpt.utils.errors import require
 
 HEAD_WIDTH = 32
@@ -29,7 +29,7 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
     n_embd, n_head = planned_heads(cfg.model, given, 64)
-    require("model.layer_repeats", layer_repeats, *POSITIVE_INT)
+    require("model.layer_repeats", layer_repeats, *RULES["layer_repeats"])
     sizes = {"n_embd": n_embd, "n_head": n_head, "n_layer": layer_repeats, "block_size": 1}
     cfg.model.update({name: size for name, size in sizes.items() if f"model.{name}" not in given})
     return cfg
@@ -44,10 +44,8 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
     Raises:
         UserError: a given value is invalid, or no number of heads divides the given width.
     """
-    for name in ("n_embd", "n_head"):
-        require(f"model.{name}", model[name], *POSITIVE_INT)
-    for name in ("n_kv_head", "head_dim"):
-        require(f"model.{name}", model[name], *or_null(POSITIVE_INT))
+    for name in ("n_embd", "n_head", "n_kv_head", "head_dim"):
+        require(f"model.{name}", model[name], *RULES[name])
     width_given, heads_given = (f"model.{name}" in given for name in ("n_embd", "n_head"))
     n_embd, groups = model["n_embd"] if width_given else n_embd, model["n_kv_head"] or 1
     n_head = n_embd // (model["head_dim"] or HEAD_WIDTH) // groups * groups or groups
@@ -77,12 +75,6 @@ def given_settings(overrides: Sequence[str]) -> set[str]:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    given = set()
-    for override in OverridesParser.create().parse_overrides([*overrides]):
-        key = override.key_or_group
-        value = override.value()
-        if isinstance(value, dict):
-            given |= {f"{key}.{name}" for name in value}
-        elif PLANNED_GROUPS.get(key) != value:
-            given.add(key)
-    return given
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    given = flat({override.key_or_group: override.value() for override in parsed})
+    return {key for key, value in given if PLANNED_GROUPS.get(key) != value}
