@@ -104,6 +104,12 @@ def test_a_whole_number_in_any_notation_is_the_same_integer():
             check_run(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=1.5"])))
 
 
+def test_a_run_has_typed_parts_and_keeps_the_settings_that_a_user_added():
+    run = RunConfig.from_hydra(composed("+data.mine=1", "data.batch_size=4"), in_job=False)
+    assert (run.data.batch_size, run.trainer.num_nodes) == (4, 1)
+    assert run.settings["data"]["mine"] == 1
+
+
 def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_a_multiple_of_eight():
     for n_embd in (64, 100, 768):
         width = GPTConfig(n_embd=n_embd, n_head=1, activation="swiglu").inner_width

@@ -133,7 +133,7 @@ def fit(
             logger._kwargs["purge_step"] = step + 1
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
     # The training
-    sample, summary = train(
+    sample, summary = train_and_report(
         trainer,
         module,
         TokenDataModule(corpus, run, config.block_size),
@@ -240,7 +240,7 @@ def build_module(run: RunConfig, config: GPTConfig, pretrained: Pretrained | Non
     )
 
 
-def train(
+def train_and_report(
     trainer: L.Trainer,
     module: LanguageModel,
     data: TokenDataModule,
@@ -264,11 +264,13 @@ def train(
     outcome: run_dir.Summary = {"status": "interrupted", "reason": "", "stopped_early": False}
     exit_code = 0
     try:
+        # The training; ranks that are started for it end with rank 0
         for logger in trainer.loggers:
             logger.log_hyperparams(state.contents[MINIGPT]["config"])
         with end_with_rank_zero(trainer.strategy.launcher):
             trainer.fit(module, data, ckpt_path=checkpoint)
         outcome |= ending(trainer, data.run.max_steps)
+        # The sample, which a run that paused does without
         sample = ""
         outcome["originality"] = None
         if outcome["status"] != "paused":

@@ -116,9 +116,11 @@ def train_composed(cfg: DictConfig, overrides: Sequence[str] | None = None) -> d
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg.hydra
-    if overrides is not None:
-        overrides = [*overrides, f"hydra.run.dir={quote_override(folder)}"]
-    train_in(folder, cfg, overrides or ())
+    train_in(
+        folder,
+        cfg,
+        [] if overrides is None else [*overrides, f"hydra.run.dir={quote_override(folder)}"],
+    )
     set_timeout(PATIENCE)  # while rank 0 draws the final sample
     return gather_objects({"folder": str(folder), **run_dir.read_summary(folder)})[0]
 
@@ -226,6 +228,7 @@ def load_parts(
     """
     from minigpt.data.prepare import load_corpus  # imports numpy
 
+    # Points of a sweep share a corpus
     def load(tokenizer: Mapping[str, object]) -> "Corpus":
         try:
             return once(load_corpus, run.settings["data"], tokenizer)
@@ -234,6 +237,7 @@ def load_parts(
                 raise
             return from_extras("find_resumed_corpus")(run, folder, error)  # the text may be gone
 
+    # A new model takes its vocabulary from the text, a pretrained one brings its tokenizer
     pretrained = None
     if run.init_from is None:
         corpus = corpus or load(run.tokenizer)
@@ -253,6 +257,7 @@ def load_parts(
         pretrained = once(find_start, run.init_from, run.resume, folder)
         config = _finetuned(run, pretrained.config)
         corpus = load(pretrained.tokenizer.to_dict())
+    # Both fit each other
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
 

@@ -105,9 +105,10 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
     if not is_rank_zero():
         yield
         return
-    was_locked = (folder / LOCK).exists()
     # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
+    was_locked = (folder / LOCK).exists()
     with _locked(folder, "run", 120 if RESTARTS else 2):
+        # What is there before the run, which stays
         real = folder.resolve()  # the folder may be given as the link `latest`
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
