@@ -165,8 +165,10 @@ def find_checkpoint_of_ranks(
             if run.resume == "auto" and path:
                 done = run_dir.completed_summary(folder, step, run.max_steps, changed=changed)
             if done and done.get("checkpoint") and not (folder / BEST).exists():
-                best = run_dir.short_path(folder / BEST)
-                warn(f"{best} of step {done.get('best_step')} is missing")
+                warn(
+                    f"{run_dir.short_path(folder / BEST)} of step "
+                    f"{done.get('best_step')} is missing"
+                )
             found = path, step, before, done
     return gather_objects(found)[0]
 
