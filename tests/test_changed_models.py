@@ -26,7 +26,7 @@ from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw
 from minigpt.sampling.generation import generate, make_decoder, score, stream
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.utils.errors import UserError
 
 BLOCK = 16
@@ -147,7 +147,7 @@ COMPILED = pytest.mark.xdist_group("compiled")  # one worker imports torch's com
 def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how: str):
     make_new, options = (CHANGES | PLAIN)[how], {"num_samples": 2, "seed": 3, "top_k": 7}
     model = make_new(rope())
-    assert isinstance(make_decoder(model), FastDecoder if how in PLAIN else Decoder)
+    assert type(make_decoder(model)) is (FastDecoder if how in PLAIN else Decoder)
     found = [sample.tokens for sample in generate(model, PROMPTS, max_new_tokens=8, **options)]
     assert found == expected(model, PROMPTS, 8, **options)
     assert len(generate(model, [3] * 30, max_new_tokens=2 * BLOCK)[0].tokens) == 2 * BLOCK
@@ -169,7 +169,7 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
     prompts = [*PROMPTS, [3] * 30]
     before = generate(model, prompts, **options)
     model.blocks[0].register_forward_hook(lambda module, args, x: x)
-    assert isinstance(make_decoder(model), Decoder)
+    assert type(make_decoder(model)) is Decoder
     for one, other in zip(before, generate(model, prompts, **options), strict=True):
         assert one.tokens == other.tokens
         torch.testing.assert_close(
@@ -402,5 +402,5 @@ def expected(
         for j in range(n):
             with evaluation():
                 logits = model(torch.tensor([text]))[:, -1].float()
-            text.append(int(draw(logits, Sampling(**settings), uniforms.number(j))))
+            text.append(int(draw(logits, SamplingSettings(**settings), uniforms.number(j))))
     return [text[-n:] for text in texts]

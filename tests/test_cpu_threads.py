@@ -9,8 +9,9 @@ from extras.playground.test_engine import serve
 from models import make_model
 
 from minigpt.extras.playground.engine import Engine, SampleRequest
+from minigpt.sampling.sample_cli import decoding_threads
 from minigpt.training import cpu_threads as module
-from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
+from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads
 
 
 class Machine:

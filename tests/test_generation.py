@@ -17,7 +17,7 @@ from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.fast.graph_decoder import GraphDecoder
 from minigpt.sampling.generation import Sample, generate, score, stream
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES = {
@@ -300,7 +300,7 @@ def test_ids_without_a_token_are_never_drawn(known: Sequence[int], options: dict
             ("top_p", 0),
         ),
         *(("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", 1e300)),
-        *((name, value) for name in vars(Sampling()) for value in (float("nan"), "0.5")),
+        *((name, value) for name in vars(SamplingSettings()) for value in (float("nan"), "0.5")),
         *(("stop", stop) for stop in ("abc", ["a", ""], [1.5], [True], [-5], 5)),
     ],
     ids=str,

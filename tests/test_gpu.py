@@ -39,7 +39,7 @@ from minigpt.model.ops import NORMS
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
 from minigpt.sampling.generation import score
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.training.optim import adamw, muon
 from minigpt.training.precision import training_precision
 from minigpt.utils.errors import NonFiniteLoss
@@ -369,12 +369,12 @@ def test_a_gpu_that_is_not_the_current_one_generates_the_same_text() -> None:
 
 
 def test_the_server_draws_on_the_gpu() -> None:
-    async def serve(*settings: Sampling) -> list[Token]:
+    async def serve(*settings: SamplingSettings) -> list[Token]:
         requests = [SampleRequest([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
         return [
             token
             async for token in Engine(gpu_model().to(DEVICE), ByteTokenizer()).generate(*requests)
         ]
 
-    settings = [Sampling(temperature=0), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]
+    settings = [SamplingSettings(temperature=0), SamplingSettings(top_k=3), SamplingSettings(repetition_penalty=1.5)]
     assert len(asyncio.run(serve(*settings))) == 3 * 4

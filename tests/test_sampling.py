@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from minigpt.sampling.filters import draw, filter_logits
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 
 # Hugging Face's, in the order in which ours are documented to act, and values.
 PROCESSORS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
@@ -47,7 +47,7 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(
         if name in chosen:
             expected = processor(chosen[name])(text, expected)
     ours = filter_logits(
-        logits, Sampling(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
+        logits, SamplingSettings(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
     )
     assert torch.equal(ours.isneginf(), expected.isneginf())
     assert_close(ours.softmax(-1), expected.softmax(-1))
@@ -56,9 +56,9 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(
 def test_top_k_keeps_exactly_k_tokens_where_they_tie():
     few = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])  # the first k of three that tie, then one more
     for top_k in (1, 3, 10):
-        kept = filter_logits(torch.zeros(3, 11), Sampling(top_k=top_k, top_p=0.99)).isfinite()
+        kept = filter_logits(torch.zeros(3, 11), SamplingSettings(top_k=top_k, top_p=0.99)).isfinite()
         assert kept.sum(-1).tolist() == [top_k] * 3
-        kept = filter_logits(few, Sampling(top_k=top_k)).isfinite()
+        kept = filter_logits(few, SamplingSettings(top_k=top_k)).isfinite()
         assert kept.sum() == min(top_k, 5)
         assert not kept[0, 0] or top_k >= 5
 
@@ -73,7 +73,7 @@ def test_top_k_keeps_exactly_k_tokens_where_they_tie():
 )
 def test_extreme_values_keep_the_most_likely_token(values: dict[str, Any]):
     logits, uniform = torch.randn(400, 50), torch.rand(400)
-    assert torch.equal(draw(logits, Sampling(**values), uniform), logits.argmax(-1))
+    assert torch.equal(draw(logits, SamplingSettings(**values), uniform), logits.argmax(-1))
 
 
 EXTREMES: dict[str, tuple[Any, ...]] = {
@@ -101,9 +101,9 @@ def test_the_most_likely_token_is_kept_and_one_with_probability_drawn_whatever_t
     )
     names = [name for name in EXTREMES if name != "temperature"]
     for values in product(*(EXTREMES[name] for name in names)):
-        sampling = Sampling(temperature, **dict(zip(names, values, strict=True)))
+        sampling = SamplingSettings(temperature, **dict(zip(names, values, strict=True)))
         before = filter_logits(
-            logits, Sampling(0, repetition_penalty=sampling.repetition_penalty), seen
+            logits, SamplingSettings(0, repetition_penalty=sampling.repetition_penalty), seen
         )
         kept = filter_logits(logits, sampling, seen)
         assert (kept.isfinite() & (before == before.amax(-1, keepdim=True))).any(-1).all()
@@ -133,7 +133,7 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
     ]
     right = [[-INF, 1, 0, -INF], [-3e38, 3e38, -INF, -INF]]
     for penalty in (1.0, 2.0):
-        seen, sampling = torch.rand(8, 4) < 0.5, Sampling(repetition_penalty=penalty, **values)
+        seen, sampling = torch.rand(8, 4) < 0.5, SamplingSettings(repetition_penalty=penalty, **values)
         drawn = draw(torch.tensor(wrong + right), sampling, torch.rand(8), seen, unused)
         assert (drawn == 4).tolist() == [True] * 6 + [False] * 2
 
@@ -141,19 +141,19 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
 def test_temperature_zero_takes_the_first_of_tied_tokens():
     tied = torch.full((1, 50), -1.0)
     tied[0, 7::2] = 3.0
-    assert draw(tied, Sampling(0, top_k=3), torch.zeros(1)).tolist() == [7]
+    assert draw(tied, SamplingSettings(0, top_k=3), torch.zeros(1)).tolist() == [7]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
     logits = torch.tensor([0.125, 0.5, 0.0, 0.25, 0.125]).log()
     uniform = torch.tensor([0.0, 0.12, 0.13, 0.5, 0.62, 0.63, 0.87, 0.88, 0.999])
-    drawn = draw(logits.expand(9, -1), Sampling(), uniform)
+    drawn = draw(logits.expand(9, -1), SamplingSettings(), uniform)
     assert drawn.tolist() == [0, 0, 1, 1, 1, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("values", [{}, {"top_p": 0.5}, {"temperature": 0.01}], ids=str)
 def test_a_token_without_probability_is_never_drawn(values: dict[str, Any]):
-    sampling = Sampling(**values)
+    sampling = SamplingSettings(**values)
     for spread, V in product((0.1, 30.0, 300.0), (2, 10, 300)):
         logits = spread * torch.randn(1, V)
         logits[torch.rand(1, V) < 0.5] = float("-inf")
@@ -174,7 +174,7 @@ def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
     for inside in (0.001, 0.999):
         drawn = draw(
             torch.zeros(1, V).expand(len(expected), V),
-            Sampling(),
+            SamplingSettings(),
             torch.from_numpy((expected + inside) / V),
         )
         assert drawn.tolist() == expected.tolist()

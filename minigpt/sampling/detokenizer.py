@@ -1,4 +1,4 @@
-"""The text of tokens as they come one by one: whole characters, up to and with the first stop string."""
+"""The text of tokens as they come one by one, in whole characters, up to the first stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from minigpt.utils.errors import UserError
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Tokenizer
 
+_MAX_INCOMPLETE_BYTES = 3  # of a character in UTF-8
+
 
 class Detokenizer:
     """Decode the tokens of one growing text, until a stop string or a stop token ends it.
@@ -16,7 +18,7 @@ class Detokenizer:
     Args:
         tokenizer: required by stop strings; without one, the text is empty.
         stop: strings and token ids. The stop string that is complete first ends the text.
-        prompt: ids before the text; if they end within a character, the first tokens of the text complete it.
+        prompt: ids before the text; if they end within a character, the text completes it.
 
     Attributes:
         stopped: whether the text has ended.
@@ -35,18 +37,19 @@ class Detokenizer:
             raise UserError(
                 "stop has strings, which need a tokenizer; set tokenizer, or give token ids"
             )
-        self.tokenizer, self.stopped, self.held = tokenizer, False, ""
+        self.tokenizer = tokenizer
+        self.stopped = False
+        self.held = ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         if tokenizer:
-            self._utf8.decode(
-                tokenizer.decode_bytes(prompt[-3:])
-            )  # an incomplete character has at most 3 bytes
+            self._utf8.decode(tokenizer.decode_bytes(prompt[-_MAX_INCOMPLETE_BYTES:]))
 
     def append(self, token: int, *, last: bool = False) -> str:
         """Append a token and return the characters that it completes.
 
-        The characters end with the stop string, even within a token. Those of the last token include the replacement
-        character for an incomplete character. After the end of the text, they are empty.
+        The characters end with the stop string, even within a token. Those of the last token
+        include the replacement character for an incomplete character. After the end of the text,
+        they are empty.
         """
         if self.stopped:
             return ""
@@ -55,32 +58,33 @@ class Detokenizer:
             return ""
         last |= self.stopped
         new = self._utf8.decode(self.tokenizer.decode_bytes([token]), last)
-        return self._end_at_stop_string(new, last) if self.stop_strings else new
-
-    def _end_at_stop_string(self, new: str, last: bool) -> str:
         text = self.held + new
-        found = [
-            (begin + len(string), begin)
-            for string in self.stop_strings
-            if (begin := text.find(string)) >= 0
-        ]
-        if found:
-            end, begin = min(found)
-            new, self.held, self.stopped = text[len(self.held) : end], text[begin:end], True
+        # Of the stop strings that are complete first, the longest.
+        ends = [(text.find(s) + len(s), text.find(s)) for s in self.stop_strings if s in text]
+        if ends:
+            end, begin = min(ends)
+            new = text[len(self.held) : end]
+            self.held = text[begin:end]
+            self.stopped = True
         else:
-            ends = [] if last else [text[i:] for i in range(len(text))]
-            self.held = next(
-                (end for end in ends if any(s.startswith(end) for s in self.stop_strings)), ""
-            )
+            self.held = "" if last else self._beginning_of_stop_string(text)
         return new
+
+    def _beginning_of_stop_string(self, text: str) -> str:
+        """Return the longest end of a text that a stop string begins with."""
+        for begin in range(len(text)):
+            end = text[begin:]
+            if any(string.startswith(end) for string in self.stop_strings):
+                return end
+        return ""
 
 
 def token_pieces(tokenizer: "Tokenizer", ids: Sequence[int], *, complete: bool = True) -> list[str]:
-    """Split the text of ids (T,) into the characters that each of them completes; joined, they are the text.
+    """Split the text of ids (T,) into the characters that each of them completes.
 
-    With `complete=False`, the text goes on: an incomplete character at its end is left out.
+    Args:
+        complete: False if the text goes on: an incomplete character at its end is left out.
     """
     text = Detokenizer(tokenizer)
-    return [
-        text.append(token, last=complete and i == len(ids)) for i, token in enumerate(ids, start=1)
-    ]
+    end = len(ids) if complete else 0
+    return [text.append(token, last=i == end) for i, token in enumerate(ids, start=1)]

@@ -1,13 +1,15 @@
-"""Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
+"""Text generation: `generate` returns samples, `stream` yields them token by token.
 
-Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
-`block_size`: see `drop_older_half` in `minigpt.sampling.fast.fast_decoder`. Depends on torch alone.
+`score` rates a given text. Prompts are read once, in one batch, and each step adds one token to
+every sample. Samples may be longer than `block_size`: see `drop_older_half` in
+`minigpt.sampling.decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,7 +23,8 @@ from minigpt.sampling.detokenizer import Detokenizer
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.fast.graph_decoder import GraphDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw, unused_ids
-from minigpt.sampling.settings import Sampling, check_settings
+from minigpt.sampling.settings import SamplingSettings, check_settings
+from minigpt.utils.checks import integer
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -29,7 +32,10 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = Tensor | Sequence[int]
 
-NON_FINITE = "the model's logits are NaN or infinite: its weights are, or values overflow in float16; try float32"
+NON_FINITE = (
+    "the model's logits are NaN or infinite: its weights are, or values overflow in float16; "
+    "try float32"
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,10 @@ class Step:
     """The next token of every sample; to be ignored for samples that stopped before."""
 
     tokens: list[int]
-    texts: list[
-        str
-    ]  # characters that each token completes, up to and with a stop string; empty without a tokenizer
-    logprobs: list[
-        float
-    ]  # of each token in nats, before temperature and filters; empty unless requested
+    # Characters that each token completes, up to and with a stop string; empty without a tokenizer.
+    texts: list[str]
+    # Of each token in nats, before temperature and filters; empty unless requested.
+    logprobs: list[float]
     stopped: list[bool]  # with this token or before
 
 
@@ -50,9 +54,8 @@ class Step:
 class Sample:
     """The continuation of a prompt."""
 
-    tokens: list[int] = field(
-        default_factory=list
-    )  # up to and with the one that completes a stop string
+    # Up to and with the one that completes a stop string.
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # as in `Step`
     reason: str = "length"  # at max_new_tokens; or "stop"
     text: str = ""  # empty without a tokenizer
@@ -67,7 +70,7 @@ class Sample:
 
 
 def generate(
-    model: GPT, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int, **settings: Any
+    model: GPT, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int, **options: Any
 ) -> list[Sample]:
     """Continue one prompt or a batch of prompts; all arguments are those of `stream`.
 
@@ -75,7 +78,7 @@ def generate(
         `num_samples` samples of the first prompt, then of the second …
     """
     samples: list[Sample] = []
-    for step in stream(model, prompts, max_new_tokens=max_new_tokens, **settings):
+    for step in stream(model, prompts, max_new_tokens=max_new_tokens, **options):
         samples = samples or [Sample() for _ in step.tokens]
         for i, sample in enumerate(samples):
             sample.append(step, i)
@@ -92,92 +95,97 @@ def stream(
     seed: int = 0,
     num_samples: int = 1,
     logprobs: bool = False,
-    **sampling: Any,
+    **filters: Any,
 ) -> Iterator[Step]:
     """Yield the next token of every sample as soon as it is drawn, until all have stopped.
 
     Args:
         model: is used in evaluation mode, and left in its mode between the steps too.
-        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
+        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last
+            `block_size` are read.
         max_new_tokens: per sample; not limited by `block_size`.
         stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: for the texts of the samples; required by stop strings. Ids without a token are never drawn. Without
-            a tokenizer, any id of the model's vocabulary can be drawn.
+        tokenizer: for the texts of the samples; required by stop strings. Ids without a token are
+            never drawn. Without a tokenizer, any id of the model's vocabulary can be drawn.
         seed: sample i of every prompt has its own random generator, seeded with seed + i.
         num_samples: per prompt.
         logprobs: return the log-probability of every token.
-        sampling: temperature, top_k, top_p, min_p, repetition_penalty, as for `Sampling`.
+        filters: temperature, top_k, top_p, min_p, repetition_penalty of `SamplingSettings`.
 
     Raises:
         UserError: a setting or a prompt is invalid; raised by the call, before the first step.
         RunError: the logits are NaN or infinite.
     """
+    # Check everything before the first step.
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
-    filters, model = Sampling(**sampling), unwrap(model)
+    settings = SamplingSettings(**filters)
+    model = unwrap(model)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     first = batch[0] if isinstance(batch, Sequence) and batch else None
-    is_batch = bool(
-        getattr(first, "ndim", hasattr(first, "__len__"))
-    )  # a tensor of no dimension is an id
-    prompt_ids = [
-        check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])
-    ]
-    prompt_of_samples = [prompt for prompt in prompt_ids for _ in range(num_samples)]
+    # A tensor without a dimension is an id.
+    if not getattr(first, "ndim", hasattr(first, "__len__")):
+        batch = [batch]
+    prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in batch]
+    B = len(prompt_ids) * num_samples
+    prompt_of_samples = [prompt_ids[i // num_samples] for i in range(B)]
     samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
 
     @torch.inference_mode()
     def steps() -> Iterator[Step]:
+        # Read the prompts, and prepare what is drawn from: random numbers, and the ids that a
+        # sample can have, or has.
         decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
-        uniforms = PerSampleRNG(
-            [seed + i for _ in prompt_ids for i in range(num_samples)],
-            decoder.device,
-        )
-        size = decoder.logits.size(-1)
-        unused = (
-            None if tokenizer is None else unused_ids(tokenizer.token_bytes, size, decoder.device)
-        )  # (V,)
-        seen = None  # (B, V)
-        if filters.repetition_penalty != 1:
-            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
+        V = decoder.logits.size(-1)
+        seeds = list(range(seed, seed + num_samples)) * len(prompt_ids)  # B
+        uniforms = PerSampleRNG(seeds, decoder.device)
+        unused = None
+        if tokenizer is not None:
+            unused = unused_ids(tokenizer.token_bytes, V, decoder.device)  # (V,)
+        seen = None
+        if settings.repetition_penalty != 1:
+            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)  # (B, V)
             for row, prompt in zip(seen, prompt_of_samples, strict=True):
                 row[prompt] = True
         for i in range(max_new_tokens):
+            # Draw a token for every sample.
             logits = decoder.logits.float()  # (B, V)
-            tokens = draw(logits, filters, uniforms.number(i), seen, unused)  # (B,)
-            ids, last = tokens.tolist(), i + 1 == max_new_tokens
-            if max(ids) == size:
+            tokens = draw(logits, settings, uniforms.number(i), seen, unused)  # (B,)
+            ids = tokens.tolist()
+            if max(ids) == V:
                 raise RunError(NON_FINITE)
-            of_tokens = (
-                logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
-                if logprobs
-                else []
-            )
-            texts = [
-                sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)
-            ]
+            own_logprobs: list[float] = []
+            if logprobs:
+                own = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])  # (B, 1)
+                own_logprobs = own[:, 0].tolist()
+            # Yield it with its text.
+            last = i + 1 == max_new_tokens
+            new = zip(samples, ids, strict=True)
+            texts = [sample.append(token, last=last) for sample, token in new]
             stopped = [sample.stopped for sample in samples]
-            yield Step(ids, texts, of_tokens, stopped)
+            yield Step(ids, texts, own_logprobs, stopped)
             if last or all(stopped):
                 return
+            # Compute the logits after it.
             if seen is not None:
-                seen.scatter_(-1, tokens[:, None], True)
+                seen.scatter_(-1, tokens[:, None], True)  # (B, V)
             decoder.step(tokens)
 
     return steps()
 
 
 def make_decoder(
-    model: Any,
+    model: GPT,
     prompts: Sequence[Sequence[int]] = (),
     num_samples: int = 1,
     max_new_tokens: int | None = None,
-) -> Decoder | FastDecoder:
+) -> Decoder:
     """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
 
     Args:
         model: is used in evaluation mode and left in its mode.
         prompts: token ids of each prompt, at least one; the last `block_size` are read.
-        max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and samples can join.
+        max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and
+            samples can join.
 
     Raises:
         UserError: the model is not one of minigpt, or returns no logits.
@@ -185,9 +193,8 @@ def make_decoder(
     model = unwrap(model)
     if find_change(model) is not None:
         return Decoder(model, prompts, num_samples)
-    if next(model.parameters()).is_cuda:
-        return GraphDecoder(original(model), prompts, num_samples, max_new_tokens)
-    return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
+    kind = GraphDecoder if next(model.parameters()).is_cuda else FastDecoder
+    return kind(original(model), prompts, num_samples, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -196,9 +203,8 @@ class Score:
 
     logprobs: Tensor  # (T,) of each token after those before it, in nats
     ranks: Tensor  # (T,) number of more likely tokens
-    top: list[
-        list[tuple[int, float]]
-    ]  # the `n_top` likeliest tokens in each place, with log-probabilities
+    # The `n_top` likeliest tokens in each place, with log-probabilities.
+    top: list[list[tuple[int, float]]]
 
     @property
     def nats(self) -> float:
@@ -208,28 +214,30 @@ class Score:
 
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
-    """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode."""
+    """Rate a text, ids (T,), after `start`, at least one id that is not rated.
+
+    The model is left in its mode.
+    """
     model = unwrap(model)
-    before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
-    parts = list(score_windows(model, before + text, len(before), n_top))
-    logprobs, ranks = (
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.ranks for part in parts]),
-    )
-    return Score(logprobs.cpu(), ranks.cpu(), [row for part in parts for row in part.top])
+    before = check_ids(start, model.config.vocab_size)
+    ids = before + check_ids(tokens, model.config.vocab_size)
+    parts = list(score_windows(model, ids, len(before), n_top))
+    logprobs = torch.cat([part.logprobs for part in parts]).cpu()  # (T,)
+    ranks = torch.cat([part.ranks for part in parts]).cpu()  # (T,)
+    return Score(logprobs, ranks, list(chain.from_iterable(part.top for part in parts)))
 
 
 def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iterator[Score]:
-    """Rate the ids after the first `done`, one window of at most `block_size` per step. The ids are not checked.
+    """Rate the ids after the first `done`, one window of at most `block_size` per step.
 
-    The window slides: each token has at least half a block, or all text before it, as context.
+    The window slides: each token has at least half a block, or all text before it, as context. The
+    ids are not checked.
     """
     block_size = model.config.block_size
+    device = next(model.parameters()).device
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
-        window = torch.tensor(
-            ids[begin : begin + block_size + 1], device=next(model.parameters()).device
-        )  # (n,)
+        window = torch.tensor(ids[begin : begin + block_size + 1], device=device)  # (n,)
         with evaluation(model):
             logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
@@ -238,23 +246,20 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
 
 def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
     """Rate tokens (B,) by their logits (B, V)."""
-    all_logprobs = logits.log_softmax(dim=-1)
-    of_tokens = all_logprobs.gather(-1, tokens[:, None])  # (B, 1)
-    values, ids = all_logprobs.topk(min(n_top, logits.size(-1)))  # (B, n)
-    top = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
-    return Score(of_tokens[:, 0], (all_logprobs > of_tokens).sum(dim=-1), top)
+    all_logprobs = logits.log_softmax(dim=-1)  # (B, V)
+    own_logprobs = all_logprobs.gather(-1, tokens[:, None])  # (B, 1)
+    ranks = (all_logprobs > own_logprobs).sum(dim=-1)  # (B,)
+    values, ids = all_logprobs.topk(min(n_top, logits.size(-1)))  # (B, n) each
+    rows = zip(ids.tolist(), values.tolist(), strict=True)
+    return Score(own_logprobs[:, 0], ranks, [list(zip(*row, strict=True)) for row in rows])
 
 
-def check_ids(prompt: Any, vocab_size: int) -> list[int]:
+def check_ids(prompt: object, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    items = (
-        [i.tolist() if hasattr(i, "tolist") else i for i in ids]
-        if isinstance(ids, Sequence)
-        else []
-    )
-    if items and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in items
-    ):
-        return items
+    if isinstance(ids, Sequence) and ids:
+        is_id, _ = integer(0, vocab_size - 1)
+        items = [i.tolist() if hasattr(i, "tolist") else i for i in ids]
+        if all(map(is_id, items)):
+            return items
     raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")

@@ -3,27 +3,31 @@
 Samples and scores go to stdout, everything else to stderr.
 """
 
+import io
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from minigpt.data.readers import TextChunk, read_texts
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.model.gpt import GPT
 from minigpt.sampling.generation import Sample, score, stream
-from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads, decoding_threads
+from minigpt.training.cpu_threads import GIVEN_BY, ThreadBalancer, cpu_threads
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import escape_control_chars, log, unescape
 
-_UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
+_UNDERLINE = "\x1b[4m"
+_NO_UNDERLINE = "\x1b[24m"
+_MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
 
-# Returns the spans of samples that the training text has, of keys "sample" (its index), "start" and "end", and a table
-# of what is new.
-Compare = Callable[[Sequence[str]], tuple[Sequence[Mapping[str, Any]], str]] | None
-Prompt = tuple[str, list[int]]  # its text, which is printed too, and its ids
+Span: TypeAlias = Mapping[str, Any]  # in a sample: its index "sample", "start" and "end"
+# Returns the spans that the training text has, and a table of what is new.
+Compare: TypeAlias = Callable[[Sequence[str]], tuple[Sequence[Span], str]] | None
+Prompt: TypeAlias = tuple[str, list[int]]  # its text, which is printed too, and its ids
 
 
 def print_samples(
@@ -35,66 +39,65 @@ def print_samples(
     as_json: bool,
     compare: Compare,
 ) -> None:
-    """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample.
+    """Print samples of a prompt: the first as it is generated, then the others.
 
     Args:
         options: of `generation.stream`, without the tokenizer.
+        as_json: print one JSON line per sample instead.
         compare: with the training text; the samples are printed when they are complete.
     """
+    text, ids = prompt
+    samples = [Sample() for _ in range(options["num_samples"])]
+    stop = _stops(tokenizer, options["stop"])
+    _log_prompt(model, tokenizer, text, ids)
     # The control characters of a text could control the terminal.
     escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
-    stop = _stops(tokenizer, options["stop"])
-    (text, ids), samples = prompt, [Sample() for _ in range(options["num_samples"])]
-    _log_prompt(model, tokenizer, text, ids)
-    begins = [
-        (f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(text)
-        for i in range(len(samples))
-    ]
-    write = (lambda text: None) if as_json or compare else _write
-    write(begins[0])
-    start, changes = time.perf_counter(), list[str]()
+    begins = [escape(text)]
+    if len(samples) > 1:
+        begins = [f"── sample {i} ──\n{escape(text)}" for i in range(1, len(samples) + 1)]
+    # Generate all samples, and meanwhile print the first.
+    live = io.StringIO() if as_json or compare else sys.stdout
+    print(begins[0], end="", file=live, flush=True)
+    start = time.perf_counter()
+    changes: list[str] = []
     with cpu_threads(decoding_threads(model, len(samples))):
         threads = ThreadBalancer(fixed=model.wte.weight.device.type != "cpu")
         threads.start()
-        for step in stream(
-            model, ids, **{**options, "stop": stop}, tokenizer=tokenizer, logprobs=as_json
-        ):
-            if change := threads.end():
-                changes.append(change)
-            before = len(samples[0].text)
+        settings = {**options, "stop": stop, "tokenizer": tokenizer, "logprobs": as_json}
+        for step in stream(model, ids, **settings):
+            changes.append(threads.end())
             for i, sample in enumerate(samples):
                 sample.append(step, i)
-            write(escape(samples[0].text[before:]))
+            print(escape(step.texts[0]), end="", file=live, flush=True)
             threads.start()
-    write("\n")
-    seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
-    log(
-        "; ".join(
-            [
-                f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s",
-                *changes,
-            ]
-        )
-    )
+    seconds = time.perf_counter() - start
+    print(file=live, flush=True)
+    n_tokens = sum(len(sample.tokens) for sample in samples)
+    speed = f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s"
+    log("; ".join(filter(None, [speed, *changes])))
+    # Print the others, or all in another form.
     for begin, sample in zip(begins[1:], samples[1:], strict=True):
-        write(f"{begin}{escape(sample.text)}\n")
+        print(begin + escape(sample.text), file=live, flush=True)
     if compare:
         spans, table = compare([sample.text for sample in samples])
-        for i, (begin, sample) in enumerate(zip(begins, samples, strict=True)):
-            _write(
-                begin
-                + _underline(sample.text, [span for span in spans if span["sample"] == i], escape)
-                + "\n"
-            )
+        for i, sample in enumerate(samples):
+            own = [span for span in spans if span["sample"] == i]
+            print(begins[i] + _underline(sample.text, own, escape), flush=True)
         print(table, file=sys.stderr)
     if as_json:
         for sample in samples:
-            values = (
-                {"prompt": text, "text": sample.text}
-                | vars(sample)
-                | {"tokens_per_second": n_tokens / seconds}
-            )
-            print(json.dumps(values), flush=True)
+            values = {"prompt": text, "text": sample.text, **vars(sample)}
+            print(json.dumps(values | {"tokens_per_second": n_tokens / seconds}), flush=True)
+
+
+def decoding_threads(model: GPT, rows: int) -> int | None:
+    """Return 1 if one thread decodes as fast as two, else None.
+
+    It does for fewer than four samples of a small model; a number that is given stays.
+    """
+    largest = max(weight.numel() for weight in (*model.blocks.parameters(), model.lm_head.weight))
+    is_given = any(map(os.environ.get, GIVEN_BY))
+    return 1 if largest < _MIN_PARALLEL_NUMEL and rows < 4 and not is_given else None
 
 
 def print_score(
@@ -106,12 +109,12 @@ def print_score(
     as_json: bool,
 ) -> None:
     """Print the likelihood of documents after `start`: in total, and as JSON also per token."""
-    ids, n_bytes = _tokenize(tokenizer, chunks)
+    ids, n_bytes = _tokenize(tokenizer, _documents(chunks))
     if not ids:
         raise UserError("--score must be a non-empty text")
     ids += tokenizer.suffix
     result = score(model, ids, start)
-    logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
+    ranks = result.ranks.tolist()
     total = {
         "tokens": len(ids),
         "bytes": n_bytes,
@@ -120,97 +123,116 @@ def print_score(
         "bits_per_byte": result.nats / math.log(2) / n_bytes,
     }
     if as_json:
-        print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
+        per_token = {"token_ids": ids, "logprobs": result.logprobs.tolist(), "ranks": ranks}
+        print(json.dumps(total | per_token))
         return
     for name, value in total.items():
-        print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
-    print(
-        f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})"
-    )
+        number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        print(f"{name.replace('_', ' '):16}{number}")
+    n_first = ranks.count(0)
+    accuracy = f"{n_first:,} of {len(ids):,} tokens ({n_first / len(ids):.1%})"
+    print(f"{'top-1 accuracy':16}{accuracy}")
 
 
 def read_prompt(
     tokenizer: Tokenizer, prompt: str | None, file: str | None, settings: Mapping[str, str]
 ) -> Prompt:
-    """Return the prompt given as text, in files or on stdin (`-`), with its ids; no prompt is the start of a text.
+    """Return the prompt given as text, in files or on stdin (`-`), with its ids.
 
-    `settings` are `field` and `separator` of the data group; files are tokenized as in training.
+    No prompt is the start of a text.
+
+    Args:
+        settings: `field` and `separator` of the data group; files are tokenized as in training.
     """
     if file is None:
         typed = unescape(prompt or "")
         if prompt and typed != prompt:
             log(
-                r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is"
+                r"--prompt: \n is a line break, \t a tab, \\ a backslash; "
+                "--prompt-file takes a text as it is"
             )
         text = whole_characters(typed)  # as the tokenizer encodes it
         return text, encode_prompt(tokenizer, text).tolist()
-    chunks = [chunk for chunk in read_texts(file, "--prompt-file", **settings) if chunk.text]
-    between = tokenizer.names(tokenizer.separator)
-    text = "".join(
-        f"{between if chunk.first and i else ''}{chunk.text}" for i, chunk in enumerate(chunks)
-    )
-    ids = _tokenize(tokenizer, chunks)[0]
+    chunks = read_texts(file, "--prompt-file", **settings)
+    documents = _documents(chunk for chunk in chunks if chunk.text)
+    text = tokenizer.names(tokenizer.separator).join(map("".join, documents))
+    ids, _ = _tokenize(tokenizer, documents)
     return text, [*tokenizer.prefix, *ids] if ids else tokenizer.start.tolist()
 
 
-def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
-    """Return the ids of documents and their bytes of UTF-8: separators are tokens of no bytes, as in training."""
+def _documents(chunks: Iterable[TextChunk]) -> list[list[str]]:
+    """Return the parts of each document."""
     documents: list[list[str]] = []
     for text, first in chunks:
-        documents += [[]] if first else []
+        if first:
+            documents.append([])
         documents[-1].append(text)
-    ids, n_bytes = list[int](), 0
-    for parts in (
-        documents if tokenizer.splits_at_cuts else [["".join(parts)] for parts in documents]
-    ):
-        ids += tokenizer.separator.tolist() if ids and any(parts) else []
-        for text in filter(None, parts):
+    return documents
+
+
+def _tokenize(tokenizer: Tokenizer, documents: Sequence[list[str]]) -> tuple[list[int], int]:
+    """Return the ids of documents and their bytes of UTF-8.
+
+    Separators are tokens of no bytes, as in training.
+    """
+    ids: list[int] = []
+    n_bytes = 0
+    for parts in documents:
+        whole = "".join(parts)
+        if not whole:
+            continue
+        if ids:
+            ids += tokenizer.separator.tolist()
+        for text in parts if tokenizer.splits_at_cuts else [whole]:
             ids += tokenizer.parse(text).tolist()
-            n_bytes += len(text.encode())
+        n_bytes += len(whole.encode())
     return ids, n_bytes
 
 
 def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
-    """Log the start token of an empty prompt, special tokens as ordinary text, and a truncation."""
-    if plain := [name for name, i in tokenizer.special.items() if name in text and i not in ids]:
+    """Log the start token of an empty prompt, special tokens as plain text, and a truncation."""
+    plain = [name for name, i in tokenizer.special.items() if name in text and i not in ids]
+    if plain:
         log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
     if not text and ids == tokenizer.start.tolist():
         log(f"no prompt: starting from {tokenizer.names(ids)!r}")
-    if len(ids) > model.config.block_size:
-        log(
-            f"the prompt has {len(ids):,} tokens; only the last {model.config.block_size:,} are read"
-        )
+    block_size = model.config.block_size
+    if len(ids) > block_size:
+        log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
 
 
 def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
-    """Return stop strings with `\\n` and `\\t` replaced, ids, the ids of special tokens by name, and the end tokens.
+    r"""Return stop strings and ids: those that are typed, those of special tokens, and end tokens.
 
-    Raise UserError for a string that the tokenizer cannot produce.
+    `\n` and `\t` in strings are replaced.
+
+    Raises:
+        UserError: the tokenizer cannot produce a string.
     """
-    texts, special = [unescape(stop) for stop in typed if isinstance(stop, str)], tokenizer.special
+    texts = [unescape(item) for item in typed if isinstance(item, str)]
     for text in texts:
+        found = ""
+        reason = ""
         try:
-            found, reason = tokenizer.decode(tokenizer.encode(text)), ""
+            found = tokenizer.decode(tokenizer.encode(text))
         except UserError as error:
-            found, reason = "", f": {error}"
-        if text not in special and (text not in found or any(name in text for name in special)):
+            reason = f": {error}"
+        is_plain = text in found and not any(name in text for name in tokenizer.special)
+        if text not in tokenizer.special and not is_plain:
             raise UserError(
                 f"--stop must be a text that the tokenizer can produce, got {text!r}{reason}"
             )
-    named = [special[text] for text in texts if text in special]
-    ids = [stop for stop in typed if isinstance(stop, int)]
+    named = [tokenizer.special[text] for text in texts if text in tokenizer.special]
+    ids = [item for item in typed if isinstance(item, int)]
     return [*texts, *ids, *named, *tokenizer.end_ids]
 
 
-def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:
+def _underline(text: str, spans: Sequence[Span], escape: Callable[[str], str]) -> str:
     """Return an escaped text with its spans underlined, which may overlap."""
-    shown, at = "", 0
+    shown = ""
+    at = 0
     for span in spans:
         copied = escape(text[max(at, span["start"]) : span["end"]])
-        shown += f"{escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
+        shown += escape(text[at : span["start"]]) + _UNDERLINE + copied + _NO_UNDERLINE
         at = span["end"]
     return shown + escape(text[at:])
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

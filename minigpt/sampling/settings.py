@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from minigpt.utils.checks import (
     CLOSED_FRACTION,
@@ -17,18 +16,19 @@ from minigpt.utils.errors import require
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """How a token is drawn from logits; a value out of range raises UserError.
 
-    The filters act in the order of Hugging Face's logits processors: repetition penalty, temperature, top-k, top-p,
-    min-p, each on the output of the one before.
+    The filters act in the order of Hugging Face's logits processors: repetition penalty,
+    temperature, top-k, top-p, min-p, each on the output of the one before.
 
     Args:
-        temperature: divides the logits; 0 is greedy decoding, which takes the first of equal maxima.
+        temperature: divides the logits; 0 is greedy decoding, the first of equal maxima.
         top_k: keep the k most likely tokens, exactly k even if several have equal logits.
         top_p: keep the smallest set of most likely tokens with this total probability.
         min_p: keep tokens with at least this fraction of the highest probability.
-        repetition_penalty: divides positive logits of tokens in the text and multiplies negative ones; 1 disables it.
+        repetition_penalty: divides positive logits of tokens in the text and multiplies negative
+            ones; 1 disables it.
 
     Source:
         top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751
@@ -46,18 +46,23 @@ class Sampling:
         check_settings(**vars(self))
 
 
-def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:
-    """Raise UserError if a setting of `generate` is out of range; `key` maps its name to that in the message."""
+def check_settings(*, key: Callable[[str], str] = str, **settings: object) -> None:
+    """Raise UserError if a setting of `generate` is out of range.
+
+    Args:
+        key: maps the name of a setting to that in the message.
+    """
     for name, value in settings.items():
         if value is not None or name not in _OPTIONAL:
             require(key(name), value, *RULES[name])
 
 
-def _is_stop_list(value: Any) -> bool:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    return listed and all(
-        item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item) for item in value
-    )
+def _is_stop_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_stop, value))
+
+
+def _is_stop(item: object) -> bool:
+    return item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item)
 
 
 _OPTIONAL = ("top_k", "top_p", "min_p")
@@ -67,11 +72,8 @@ RULES: dict[str, Rule] = {
     "num_samples": integer(1, 65536),
     "temperature": NON_NEGATIVE,
     "top_k": POSITIVE_INT,
-    "top_p": (lambda value: is_number(value) and 0 < value <= 1, "in (0, 1]"),
+    "top_p": (lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     "min_p": CLOSED_FRACTION,
-    "repetition_penalty": (
-        lambda value: is_number(value) and 0.01 <= value <= 100,
-        "in [0.01, 100]",
-    ),
+    "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "in [0.01, 100]"),
     "stop": (_is_stop_list, "a list of non-empty strings and token ids"),
 }

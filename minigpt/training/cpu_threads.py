@@ -12,10 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from minigpt.model.gpt import GPT
-
 # Environment variables by which users set the number of threads, or how they wait.
-_GIVEN = (
+GIVEN_BY = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OMP_THREAD_LIMIT",
@@ -23,7 +21,6 @@ _GIVEN = (
     "GOMP_SPINCOUNT",
     "KMP_BLOCKTIME",
 )
-_MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
 _MISSING = 0.4  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
 _GAIN = 1.1  # in speed, without which fewer threads are not kept
 _PAUSE = 60.0  # seconds before another number is tried again; doubled until all threads have a core
@@ -42,16 +39,6 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def decoding_threads(model: GPT, rows: int) -> int | None:
-    """Return 1 if one thread decodes as fast as two: for fewer than four samples of a small model; else None."""
-    largest = max(weight.numel() for weight in (*model.blocks.parameters(), model.lm_head.weight))
-    return (
-        1
-        if largest < _MIN_PARALLEL_NUMEL and rows < 4 and not any(map(os.environ.get, _GIVEN))
-        else None
-    )
-
-
 class ThreadBalancer:
     """Set the number of threads of the calling thread by the clocks of its steps, between `start` and `end`.
 
@@ -62,7 +49,7 @@ class ThreadBalancer:
 
     def __init__(self, *, window: float = 1.0, fixed: bool = False) -> None:
         self.most, self._window = torch.get_num_threads(), window
-        self.fixed = fixed or self.most == 1 or any(map(os.environ.get, _GIVEN))
+        self.fixed = fixed or self.most == 1 or any(map(os.environ.get, GIVEN_BY))
         self._skipped, self._steps, self._seconds = 3, list[tuple[float, float]](), 0.0
         self._before: tuple[int, float, float] | None = (
             None  # in a trial of fewer: threads, cores, seconds per step

@@ -33,7 +33,7 @@ from minigpt.sampling.generation import (
     score_logits,
     score_windows,
 )
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.training.cpu_threads import ThreadBalancer
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.terminal import log
@@ -54,7 +54,7 @@ class SampleRequest:
 
     prompt: list[int]  # token ids, at least one
     max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop: tuple[str | int, ...] = ()  # strings and token ids
     seed: int = 0
     n_top: int | None = (

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from minigpt.extras.playground.engine import Engine, QueueFull, TokenStream
 from minigpt.extras.playground.loaded_models import LoadError, Models, UnknownModel
-from minigpt.sampling.settings import RULES, Sampling
+from minigpt.sampling.settings import RULES, SamplingSettings
 from minigpt.utils.checks import CLOSED_FRACTION, Rule, as_integer, integer, is_number
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
@@ -175,12 +175,10 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return values
 
 
-def sampling(values: Mapping[str, Any]) -> Sampling:
-    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and
-    llama.cpp.
-    """
+def sampling(values: Mapping[str, Any]) -> SamplingSettings:
+    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and llama.cpp."""
     off = {"top_k": max(0, values["top_k"] or 0) or None, "top_p": values["top_p"] or None}
-    return Sampling(**{name: values[name] for name in SAMPLING} | off)
+    return SamplingSettings(**{name: values[name] for name in SAMPLING} | off)
 
 
 def is_ids(value: Any) -> bool:
@@ -221,7 +219,7 @@ def _parse_number(text: str) -> float:
 REQUIRED = object()  # as a default
 MODEL: Settings = {"model": (REQUIRED, (lambda v: isinstance(v, str), "a name of GET /v1/models"))}
 SAMPLING: Settings = {
-    **{field.name: (field.default, RULES[field.name]) for field in fields(Sampling)},
+    **{field.name: (field.default, RULES[field.name]) for field in fields(SamplingSettings)},
     "top_k": (None, integer(-1)),
     "top_p": (None, CLOSED_FRACTION),
     "temperature": (1.0, (lambda v: is_number(v) and 0 <= v <= 100, "in [0, 100]")),

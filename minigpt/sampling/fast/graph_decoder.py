@@ -1,15 +1,16 @@
-"""Decoding on a CUDA GPU, where most of a step is the time to start its kernels. Depends on torch alone.
+"""Decoding on a CUDA GPU, where most of a step is the time to start its kernels.
 
-`GraphDecoder` records the kernels of a step in a CUDA graph, which starts them all at once. Addresses and shapes in a
-graph are fixed, so a step reads its slot from a tensor and attends to all slots of the cache up to a multiple of 256;
-a mask hides those that a sample does not see. Tokens/s are in docs/gpu.md. This file can be deleted.
+`GraphDecoder` records the kernels of a step in a CUDA graph, which starts them all at once.
+Addresses and shapes in a graph are fixed, so a step reads its slot from a tensor and attends to all
+slots of the cache up to a multiple of 256; a mask hides those that a sample does not see. Tokens/s
+are in docs/gpu.md. Depends on torch alone. This file can be deleted.
 
-Shapes: B samples, V vocab, K key-value heads, D head width, S slots.
+Shapes: B samples, C n_embd, V vocab, K key-value heads, D head width, S slots.
 """
 
 import threading
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,106 +24,108 @@ _RECORDING = threading.Lock()  # CUDA records one graph at a time
 
 
 class GraphDecoder(FastDecoder):
-    """A `FastDecoder` whose steps are CUDA graphs; on a CPU, for tests, they are the same but not recorded."""
+    """A `FastDecoder` whose steps are CUDA graphs; on a CPU, for tests, they are not recorded."""
 
     _step: "_FixedStep | None" = None
 
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
-        slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
+        shape = (len(tokens), min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS))
         step = self._step
-        if (
-            step is None
-            or step.cache is not self._cache
-            or len(step.tokens) != len(tokens)
-            or step.slots != slots
-        ):
-            step = self._step = _FixedStep(self, slots)
+        if step is None or step.cache is not self._cache or step.shape != shape:
+            step = self._step = _FixedStep(self, shape)
         return step(self, tokens, slot)
 
 
 class _FixedStep:
-    """A step of the samples of a decoder over its first `slots` slots, whose tensors have fixed addresses."""
+    """A step of B samples over the first S slots of a decoder; its tensors have fixed addresses."""
 
-    def __init__(self, decoder: Any, slots: int) -> None:
-        self.model, self.rotary = decoder._fast_model, decoder._rotary
-        self.slots, self.cache, B = slots, decoder._cache, len(decoder.windows)
-        self.layers = self.cache[:, :B, :, :slots].unbind()  # (B, K, S, D) each
+    def __init__(self, decoder: GraphDecoder, shape: tuple[int, int]) -> None:
+        self.shape = shape  # (B, S)
+        B, S = shape
+        self.cache = decoder._cache
+        self.layers = self.cache[:, :B, :, :S].unbind()  # (B, K, S, D) each
         self.tokens = torch.zeros(B, dtype=torch.long, device=decoder.device)
-        self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
+        self.slot = self.tokens.new_zeros(1)
+        self.begins = self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
-        self.all_slots = torch.arange(slots, device=decoder.device)
-        self.inputs = (
-            decoder._inputs.last_embeddings.clone(),
-            decoder._inputs.last_tokens.clone(),
-        )  # as of `Cache`
+        self.all_slots = torch.arange(S, device=decoder.device)
+        given = decoder._inputs
+        self.inputs = Cache([], given.last_embeddings.clone(), given.last_tokens.clone())
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.runs, self.logits = 0, torch.empty(0)  # of the graph
+        self.logits = torch.empty(0)  # of the graph
+        self.runs = 0
 
-    def __call__(self, decoder: Any, tokens: Tensor, slot: int) -> Tensor:
+    def __call__(self, decoder: GraphDecoder, tokens: Tensor, slot: int) -> Tensor:
         """Return the logits (B, V) after tokens (B,)."""
         self.tokens.copy_(tokens)
         self.slot.fill_(slot)
         if self.given_begins != decoder._begins:
             self.given_begins = list(decoder._begins)
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
-        given = decoder._inputs
-        for mine, theirs in zip(
-            self.inputs, (given.last_embeddings, given.last_tokens), strict=True
-        ):
-            mine.copy_(
-                theirs
-            )  # of another tensor if samples joined or left; else torch copies nothing
-        decoder._inputs = Cache([], *self.inputs)
+        # Of another tensor if samples joined or left; else torch copies nothing.
+        _copy_inputs(decoder._inputs, self.inputs)
+        decoder._inputs = self.inputs
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
-            self._record(tokens.device)
+            self._record(decoder)
         if self.graph is None:
-            return self._compute()
+            return self._logits(decoder)
         self.graph.replay()
         return self.logits.clone()  # the next step overwrites them
 
-    def _record(self, device: torch.device) -> None:
-        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-        mode: Any = {"stream": _recording_stream(device), "capture_error_mode": "thread_local"}
-        # `stream` selects the device, and restores what `graph` does not if it cannot end the recording.
-        with _RECORDING, torch.cuda.stream(now), torch.cuda.graph(graph, **mode):
-            self.logits = self._compute()
+    def _record(self, decoder: GraphDecoder) -> None:
+        graph = torch.cuda.CUDAGraph()
+        stream = _recording_stream(decoder.device)
+        # `cuda.stream` selects the device, and restores what `cuda.graph` does not if it cannot
+        # end the recording.
+        with (
+            _RECORDING,
+            torch.cuda.stream(torch.cuda.current_stream(decoder.device)),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self.logits = self._logits(decoder)
         self.graph = graph
 
-    def _compute(self) -> Tensor:
+    def _logits(self, decoder: GraphDecoder) -> Tensor:
         positions = self.slot - self.begins  # (B, 1)
         visible = (self.all_slots >= self.begins) & (self.all_slots <= self.slot)  # (B, S)
         # Added to the scores, because a boolean mask would be converted in every layer.
-        mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))[
-            :, None, None
-        ]  # (B, 1, 1, S)
-        rotary = (
-            None if self.rotary is None else self.rotary[:, positions].unbind()
-        )  # (B, 1, 1, D) each
-        after = Cache([], *self.inputs)
-        x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
-        for mine, theirs in zip(
-            self.inputs, (after.last_embeddings, after.last_tokens), strict=True
-        ):
-            mine.copy_(theirs)
-        for i, block in enumerate(self.model.blocks):
-            x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)
-        return self.model.logits(x)
+        mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+        mask = mask[:, None, None]  # (B, 1, 1, S)
+        rotary = decoder._rotary
+        if rotary is not None:
+            rotary = rotary[:, positions].unbind()  # (B, 1, 1, D) each
+        after = Cache([], self.inputs.last_embeddings, self.inputs.last_tokens)
+        x = decoder._fast_model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
+        _copy_inputs(after, self.inputs)
+        for i, block in enumerate(decoder._fast_model.blocks):
+            slots = _LayerSlots(self.layers[2 * i], self.layers[2 * i + 1], self.slot)
+            x = block(x, rotary, slots, mask)  # (B, C)
+        return decoder._fast_model.logits(x)  # (B, V)
 
 
-_recording_stream = cache(
-    torch.cuda.Stream
-)  # one per device, because torch keeps a workspace for each
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream per device, because torch keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
-class _Slot:
-    """The cache of one layer in one step, as `KVCache`: keys and values (B, K, S, D), and the slot (1,) to write."""
+def _copy_inputs(source: Cache, target: Cache) -> None:
+    target.last_embeddings.copy_(source.last_embeddings)
+    target.last_tokens.copy_(source.last_tokens)
 
-    def __init__(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        self.k, self.v, self.slot = k, v, slot
+
+@dataclass(slots=True)
+class _LayerSlots:
+    """The cache of one layer in one step, as `KVCache`."""
+
+    k: Tensor  # (B, K, S, D)
+    v: Tensor  # (B, K, S, D)
+    slot: Tensor  # (1,) to write
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, 1, K, D) and return all."""
-        for stored, new in ((self.k, k), (self.v, v)):  # under autocast of different types
-            stored.index_copy_(2, self.slot, new.transpose(1, 2).to(stored.dtype))
+        # Under autocast, of different types
+        self.k.index_copy_(2, self.slot, k.transpose(1, 2).to(self.k.dtype))
+        self.v.index_copy_(2, self.slot, v.transpose(1, 2).to(self.v.dtype))
         return self.k, self.v

@@ -21,7 +21,7 @@ from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.detokenizer import Detokenizer
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.generation import generate, score
-from minigpt.sampling.settings import Sampling
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
         SampleRequest(
             prompt=torch.randint(12, (n,), generator=rng).tolist(),
             max_new_tokens=7 + 5 * (i % 8),
-            sampling=Sampling(**SETTINGS[i % len(SETTINGS)]),
+            sampling=SamplingSettings(**SETTINGS[i % len(SETTINGS)]),
             stop=((), ("dab",), (3,), ("é", 11))[i % 4],
             seed=i,
             n_top=(0, 4, None, 9)[i % 4],
@@ -150,7 +150,7 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
 def test_ids_without_a_token_are_never_drawn():
     model = make(vocab_size=40)
     requests = [
-        SampleRequest([3], 30, Sampling(**each), seed=i) for each in SETTINGS for i in range(3)
+        SampleRequest([3], 30, SamplingSettings(**each), seed=i) for each in SETTINGS for i in range(3)
     ]
     found = serve(model, lambda engine: collect_all(engine, requests))
     assert {token.id for tokens in found for token in tokens} <= Letters.token_bytes.keys()
@@ -247,7 +247,7 @@ def test_nan_logits_end_their_request_alone():
     model = make(position="rope", tie_embeddings=False)
     with torch.no_grad():
         model.wte.weight[22] = float("nan")
-    request = SampleRequest([1, 2, 3], 30, Sampling(temperature=0))
+    request = SampleRequest([1, 2, 3], 30, SamplingSettings(temperature=0))
 
     async def ask(engine: Engine) -> list[Token]:
         other = engine.generate(request)
@@ -255,7 +255,7 @@ def test_nan_logits_end_their_request_alone():
         for temperature, n_top in ((1, 0), (1, None), (0, 0), (0, None)):
             with pytest.raises(RunError, match="NaN"):
                 await collect(
-                    engine.generate(SampleRequest([1, 22], 5, Sampling(temperature), n_top=n_top))
+                    engine.generate(SampleRequest([1, 22], 5, SamplingSettings(temperature), n_top=n_top))
                 )
         with pytest.raises(RunError, match="NaN"):
             await engine.score([1, 22, 3])
@@ -291,7 +291,7 @@ FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
     "draw": (
         ENGINE + "draw",
         lambda logits, sampling, *args: sampling.top_k == 9,
-        {"sampling": Sampling(top_k=9)},
+        {"sampling": SamplingSettings(top_k=9)},
     ),
     "score": (ENGINE + "score_logits", lambda logits, tokens, n_top: n_top == 9, {"n_top": 9}),
     "text": (
@@ -327,7 +327,7 @@ def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(target, fail) if target else model.wte.register_forward_hook(fail)
     requests = [
-        SampleRequest([1, 2, 3 + i], 6 + 5 * i, Sampling(**each), seed=i, n_top=i)
+        SampleRequest([1, 2, 3 + i], 6 + 5 * i, SamplingSettings(**each), seed=i, n_top=i)
         for i, each in enumerate(SETTINGS)
     ]
     culprit = SampleRequest(**{"prompt": [4], "max_new_tokens": 20, **values})
@@ -357,7 +357,7 @@ def test_requests_whose_steps_fail_together_get_their_tokens(
         return logits
 
     requests = [
-        SampleRequest([1, 2, 3 + i], 36, Sampling(**each), seed=i)
+        SampleRequest([1, 2, 3 + i], 36, SamplingSettings(**each), seed=i)
         for i, each in enumerate(SETTINGS[::2])
     ]
     with monkeypatch.context() as patch:
@@ -413,10 +413,10 @@ def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone
 
 def test_no_value_of_a_setting_ends_a_request():
     model = make(vocab_size=40)  # of which 17 are no token
-    requests = [SampleRequest([3], 30, Sampling(**each), seed=i) for i, each in enumerate(SETTINGS)]
+    requests = [SampleRequest([3], 30, SamplingSettings(**each), seed=i) for i, each in enumerate(SETTINGS)]
     requests += [
-        SampleRequest([3], 30, Sampling(top_p=1e-320)),
-        SampleRequest([3], 30, Sampling(1e300)),
+        SampleRequest([3], 30, SamplingSettings(top_p=1e-320)),
+        SampleRequest([3], 30, SamplingSettings(1e300)),
     ]
     found = serve(model, lambda engine: collect_all(engine, requests))
     for request, tokens in zip(requests, found, strict=True):
