@@ -1,1 +1,1 @@
-"""Checkpoints: what a file holds (format.py), saving and loading a model, finding a file, rules for resuming."""
+"""Checkpoints: what a file holds, saving and loading a model, finding a file, resuming."""

@@ -36,37 +36,43 @@ def find_checkpoint(
         path = min(path.glob(f"*/{BEST}"), key=_rank, default=path)
     if step is not None:
         folder = run_folder(path) if path.is_file() else path
-        if step not in (found := find_snapshots(folder)):
-            steps = ", ".join(map(str, found)) or "none"
+        snapshots = find_snapshots(folder)
+        if step not in snapshots:
+            steps = ", ".join(map(str, snapshots)) or "none"
             raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
-        return found[step]
+        return snapshots[step]
     names = (LAST, BEST) if last else (BEST, LAST)
-    snapshots = (
-        [] if last else list(find_snapshots(path).values())
-    )  # of a run before its first validation
-    for file in (path, *(path / name for name in names), *reversed(snapshots)):
-        if file.is_file():
-            return file
+    files = [path] if path.is_file() else checkpoints_of(path, names)
+    if not last:  # the newest of a run before its first validation
+        files += reversed(find_snapshots(path).values())
+    if files:
+        return files[0]
     problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
 
 
+def checkpoints_of(folder: Path, names: tuple[str, ...] = (LAST, PREVIOUS, BEST)) -> list[Path]:
+    """Return the checkpoints of a run folder that exist, by default the newest first."""
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
 def follow_latest(path: str) -> str:
-    """Return a path, or the newest run or sweep beside it if it is a missing `latest`: some systems refuse links."""
+    """Return a path, or the newest run or sweep beside it if it is a missing `latest`.
+
+    Some systems refuse links.
+    """
     latest = Path(os.path.expanduser(path))
-    if (
-        latest.name != "latest"
-        or os.path.lexists(latest)
-        or (latest.parent / "sweep.json").exists()
-    ):
-        return path  # a sweep has no link to a job
-    files = [*latest.parent.glob("*/.hydra/overrides.yaml"), *latest.parent.glob("*/sweep.json")]
+    folder = latest.parent
+    # A sweep has no link to a job.
+    if latest.name != "latest" or os.path.lexists(latest) or (folder / "sweep.json").exists():
+        return path
+    files = [*folder.glob("*/.hydra/overrides.yaml"), *folder.glob("*/sweep.json")]
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    return str(latest.parent / newest.relative_to(latest.parent).parts[0]) if newest else path
+    return str(folder / newest.relative_to(folder).parts[0]) if newest else path
 
 
 def _rank(best: Path) -> tuple[float, float]:
-    """Return the loss of a run's best checkpoint in bits per byte, infinity if it is unknown; and its age."""
+    """Return the loss of a run's best checkpoint, infinity if it is unknown, and its age."""
     loss = float("inf")
     with suppress(OSError, ValueError, LookupError, TypeError):  # it still trains, or is damaged
         loss = float(read_json(best.parents[1] / "summary.json")["best_val_bits_per_byte"])
@@ -79,11 +85,12 @@ def snapshot_path(folder: str | Path, step: int) -> Path:
 
 
 def find_snapshots(folder: str | Path) -> dict[int, Path]:
-    """Return the snapshots of a run folder by step, in their order; a file such as step-old.safetensors is none."""
-    files = {
-        file.stem.removeprefix("step-"): file
-        for file in Path(folder, SNAPSHOTS).glob("step-*.safetensors")
-    }
+    """Return the snapshots of a run folder by step, in their order.
+
+    A file such as step-old.safetensors is none.
+    """
+    paths = Path(folder, SNAPSHOTS).glob("step-*.safetensors")
+    files = {file.stem.removeprefix("step-"): file for file in paths}
     return dict(sorted((int(step), file) for step, file in files.items() if step.isdecimal()))
 
 
@@ -92,14 +99,14 @@ def run_folder(checkpoint: Path) -> Path:
     folder = checkpoint.parent.parent
     if checkpoint.parent.name == Path(SNAPSHOTS).name:
         folder = folder.parent
-    return (
-        folder
-        if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS))
-        else checkpoint.parent
-    )
+    is_run = any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS))
+    return folder if is_run else checkpoint.parent
 
 
 def named_path(checkpoint: Path) -> Path:
-    """Return the absolute path that names a checkpoint file: its run folder, or the file without its suffix."""
+    """Return the absolute path that names a checkpoint file.
+
+    It is its run folder, or the file without its suffix.
+    """
     path = checkpoint.resolve()
     return path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)

@@ -1,18 +1,14 @@
-"""Models that a run can start from (`init_from`): runs of minigpt; those of Hugging Face are found by an extra."""
+"""Models that a run can start from (`init_from`): runs of minigpt.
+
+Those of Hugging Face are found by an extra.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import (
-    BEST,
-    LAST,
-    PREVIOUS,
-    find_checkpoint,
-    follow_latest,
-    named_path,
-)
+from minigpt.checkpoints.find import checkpoints_of, find_checkpoint, follow_latest, named_path
 from minigpt.checkpoints.load import build_model, load_checkpoint
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model.config import GPTConfig
@@ -37,9 +33,8 @@ class Pretrained:
     def name(self) -> str:
         """The name of the run or of the file."""
         path = named_path(self.path)
-        return (
-            "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
-        )  # a run of a sweep is a number
+        # A run of a sweep is a number.
+        return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
 
     @property
     def files(self) -> list[Path]:
@@ -47,19 +42,18 @@ class Pretrained:
         return [self.path]
 
     def load(self, config: GPTConfig | None = None) -> GPT:
-        """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
+        """Load the model in float32 and evaluation mode.
+
+        Args:
+            config: has another block size or dropout.
+        """
         assert self.model is not None
         return build_model(config or self.config, self.model.state_dict()).eval()
 
     def provenance(self, data_folder: str) -> dict[str, Any]:
-        """Return the source, the revision, and the SHA-256 of each file of weights, as `checksums` caches them."""
-        sums = dict(
-            zip(
-                (file.name for file in self.files),
-                checksums(self.files, Path(data_folder)),
-                strict=True,
-            )
-        )
+        """Return the source, the revision, and the cached SHA-256 of each file."""
+        names = [file.name for file in self.files]
+        sums = dict(zip(names, checksums(self.files, Path(data_folder)), strict=True))
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 
@@ -67,8 +61,8 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
     """Find a model, and read its configuration and tokenizer.
 
     Args:
-        source: a run folder or checkpoint of minigpt, a folder of Hugging Face, or an id of its Hub, which may end in
-            `@` and a revision; None is the newest run.
+        source: a run folder or checkpoint of minigpt, a folder of Hugging Face, or an id of its
+            Hub, which may end in `@` and a revision; None is the newest run.
         step: of a snapshot of the run.
 
     Raises:
@@ -90,10 +84,15 @@ def find_pretrained(source: str | None, *, step: int | None = None) -> Pretraine
 
 
 def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:
-    """Find the model of `init_from`; a run that resumes has that of its own checkpoint, which may be in `folder`."""
+    """Find the model of `init_from`; a run that resumes has that of its own checkpoint.
+
+    Args:
+        folder: of the run, with the checkpoint to resume from automatically.
+    """
     if resume not in (None, "auto"):
         return find_pretrained(str(find_checkpoint(resume, last=True)))
-    for name in (LAST, PREVIOUS, BEST) if resume and folder else ():
-        with suppress(UserError):  # missing or damaged
-            return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
+    if resume and folder:
+        for file in checkpoints_of(folder):
+            with suppress(UserError):  # damaged
+                return find_pretrained(str(file))
     return find_pretrained(init_from)

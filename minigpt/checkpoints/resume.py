@@ -1,12 +1,15 @@
-"""The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
+"""The search for the checkpoint that a run resumes from, and the check that it fits the run.
+
+A checkpoint fits if the settings that its state depends on are the same; others may change, with a
+warning.
+"""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, run_folder
-from minigpt.checkpoints.format import MINIGPT, explain_errors, read
+from minigpt.checkpoints.find import checkpoints_of, find_checkpoint, run_folder
+from minigpt.checkpoints.format import MINIGPT, Saved, explain_errors, read
 from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json
@@ -22,8 +25,15 @@ _FIXED = (
 )
 # Settings that change the training.
 _LEARNING = (
-    *("optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
-    *("trainer.precision", "trainer.gradient_clip_val", "ema_decay", "init_from"),
+    "optimizer.*",
+    "schedule.*",
+    "max_steps",
+    "seed",
+    "data.overfit_batches",
+    "trainer.precision",
+    "trainer.gradient_clip_val",
+    "ema_decay",
+    "init_from",
 )
 _EFFECTS = {
     "max_steps": "the learning-rate schedule follows it",
@@ -32,83 +42,84 @@ _EFFECTS = {
 
 
 def find_resumed(
-    resume: str | None, folder: Path, present: Mapping[str, Any], warn: Callable[[str], None] = warn
-) -> tuple[Path | None, int, dict[str, Any], bool]:
-    """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
+    resume: str | None, folder: Path, present: Saved, warn: Callable[[str], None] = warn
+) -> tuple[Path | None, int, Saved, bool]:
+    """Find the checkpoint from which a run resumes, and check that it fits the run.
 
     Args:
-        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if there is
-            one; it may be of the last step.
+        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of
+            `folder`, if there is one; it may be of the last step.
         present: `minigpt.checkpoints.format.contents` of the run.
-        warn: prints a warning.
+        warn: prints a warning, of a changed setting too.
 
     Returns:
-        The checkpoint, its optimizer step, its provenance, and whether settings changed; None, 0, {} and False if the
-        run starts at step 0.
+        The checkpoint, its optimizer step, its provenance, and whether settings changed; None, 0,
+        {} and False if the run starts at step 0.
 
     Raises:
-        UserError: there is no such checkpoint, or it has another model, corpus, split, tokenizer, optimizer or batch
-            size.
+        UserError: there is no such checkpoint, or it has another model, corpus, split, tokenizer,
+            optimizer or batch size.
     """
+    # Find and read the checkpoint.
     if resume == "auto":
-        path, content = find_newest(folder, warn)
+        path, saved = find_newest(folder, warn)
     else:
         path = find_checkpoint(resume, last=True) if resume else None
-        content = read_run(path) if path else {}
+        saved = read_run(path) if path else {}
     if path is None:
         return None, 0, {}, False
+    # Compare what determines the training, then and now.
     with explain_errors(f"{path} does not hold a run of minigpt"):
-        step = operator.index(content["global_step"])
-        unchanged = _fixed_settings(present[MINIGPT])
-        before, now = _settings(content[MINIGPT], unchanged), _settings(present[MINIGPT], unchanged)
-    changed = {
-        key: (before.get(key), now.get(key))
-        for key in before | now
-        if before.get(key) != now.get(key)
-    }
-    fixed = [
-        f"{key} ({was} in the checkpoint, {value} now)"
-        for key, (was, value) in changed.items()
-        if key in unchanged or key.startswith(("model.", "the "))
+        step = operator.index(saved["global_step"])
+        fixed = _fixed_settings(present[MINIGPT])
+        before = _settings(saved[MINIGPT], fixed)
+        now = _settings(present[MINIGPT], fixed)
+    changed = [key for key in before | now if before.get(key) != now.get(key)]
+    # Refuse a change of what the state of the training depends on.
+    refused = [
+        f"{key} ({before.get(key)} in the checkpoint, {now.get(key)} now)"
+        for key in changed
+        if key in fixed or key.startswith(("model.", "the "))
     ]
-    if fixed:
+    if refused:
         raise UserError(
-            f"resume={path} does not match this run: it differs in {', '.join(fixed)}; "
+            f"resume={path} does not match this run: it differs in {', '.join(refused)}; "
             f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
         )
-    config = present[MINIGPT]["config"]
-    key = "pause_at" if config.get("pause_at") and resume != "auto" else "max_steps"
-    if step >= config[key] + (resume == "auto"):
-        raise UserError(
-            f"resume={path} is at step {step} of {config[key]}; raise {key} to continue"
-        )
-    for key, (was, value) in changed.items():
+    # Refuse a run that is complete; `auto` repeats its results.
+    run_settings = present[MINIGPT]["config"]
+    key = "pause_at" if run_settings.get("pause_at") and resume != "auto" else "max_steps"
+    end = run_settings[key]
+    if step > end or (step == end and resume != "auto"):
+        raise UserError(f"resume={path} is at step {step} of {end}; raise {key} to continue")
+    for key in changed:
         warn(
-            f"{key} changed from {was} to {value}; {_EFFECTS.get(key, 'it applies')} from step {step} on"
+            f"{key} changed from {before.get(key)} to {now.get(key)}; "
+            f"{_EFFECTS.get(key, 'it applies')} from step {step} on"
         )
-    return path, step, content[MINIGPT].get("provenance", {}), bool(changed)
+    return path, step, saved[MINIGPT].get("provenance", {}), bool(changed)
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> Saved:
     """Read a checkpoint; raise UserError if it holds a model alone."""
-    content = read(path)
-    if "config" not in content[MINIGPT]:
+    saved = read(path)
+    if "config" not in saved[MINIGPT]:
         raise UserError(f"{path} holds a model without its run; use a checkpoint of a training run")
-    return content
+    return saved
 
 
-def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None, dict[str, Any]]:
+def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None, Saved]:
     """Read the newest undamaged checkpoint of a run folder, and warn of damaged ones."""
     errors: list[str] = []
-    for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
+    for file in checkpoints_of(folder):
         try:
-            content = read_run(file)
+            saved = read_run(file)
         except UserError as error:
             errors.append(str(error))
         else:
             for reason in errors:
                 warn(f"{reason}; resuming from {file}")
-            return file, content
+            return file, saved
     if errors:
         raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {errors[0]}")
     if (folder / "metrics.csv").exists():  # of a run with callbacks=none, or that ended early
@@ -116,51 +127,50 @@ def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None,
     return None, {}
 
 
-def _fixed_settings(run: Mapping[str, Any]) -> list[str]:
-    """Return the settings that a run must share with its checkpoint, among them those that split its corpus."""
-    splits = [
-        f"data.{key}" for key in run.get("corpus_provenance", ()) if key in run["config"]["data"]
-    ]
-    windows = (
-        ["data.eval_batch_size"] if run["config"].get("eval_batches") else []
-    )  # which ones are validated
-    return [*_FIXED, *splits, *windows]
+def _fixed_settings(present: Saved) -> list[str]:
+    """Return the settings that a run must share with its checkpoint."""
+    settings = present["config"]
+    # Those that split its corpus, and select the windows that are validated
+    splits = [key for key in present.get("corpus_provenance", ()) if key in settings["data"]]
+    windows = ["eval_batch_size"] if settings.get("eval_batches") else []
+    return [*_FIXED, *(f"data.{key}" for key in splits + windows)]
 
 
-def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
-    """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
-    model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
-    split = run.get("corpus_provenance", {})
+def _settings(saved: Saved, fixed: Sequence[str]) -> Saved:
+    """Return what determines the training of a run, by config key.
+
+    The tokenizer and the corpus are given by a hash.
+    """
+    model = GPTConfig.from_dict(saved["model"]).to_dict()  # from_dict adds newer settings
+    split = saved.get("corpus_provenance", {})
     found = {
         **{f"model.{key}": value for key, value in model.items()},
-        "the tokenizer": f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}",
-        "the corpus": run["corpus_sha256"][:16],
+        "the tokenizer": f"{saved['tokenizer']['name']} {sha256_json(saved['tokenizer'])[:16]}",
+        "the corpus": saved["corpus_sha256"][:16],
         "the cut between the splits": split.get("cut", "at the start of a document"),
     }
     # The split of token files is what their provenance says, whatever the settings are.
-    config = run["config"] | {"data": run["config"]["data"] | split}
+    settings = saved["config"] | {"data": saved["config"]["data"] | split}
     for key in (*fixed, *_LEARNING):
         group, _, name = key.rpartition(".")
-        values = config[group] if group else config
-        names = sorted(values) if name == "*" else [name]
-        found |= {f"{group}.{each}" if group else each: current(values.get(each)) for each in names}
-    for name, node in run["config"].get("callbacks", {}).items():
-        if node and not node["_target_"].startswith(
-            "minigpt."
-        ):  # which may end or change a training
+        values = settings[group] if group else settings
+        for each in sorted(values) if name == "*" else [name]:
+            found[key.removesuffix(name) + each] = current(values.get(each))
+    # Callbacks of users may end or change a training.
+    for name, node in settings.get("callbacks", {}).items():
+        if node and not node["_target_"].startswith("minigpt."):
             found |= {f"callbacks.{name}.{key}": value for key, value in node.items()}
     return found
 
 
-def read_unaveraged(file: Path) -> dict[str, Any]:
+def read_unaveraged(file: Path) -> Saved:
     """Read a checkpoint with the weights that training continues from as `state_dict`.
 
-    With an EMA, `state_dict` in the file is the average, which sampling loads; it is returned as `ema`.
+    With an EMA, `state_dict` in the file is the average, which sampling loads; it is returned as
+    `ema`.
     """
-    checkpoint = read(file)
-    if "unaveraged" in checkpoint:
-        checkpoint["ema"], checkpoint["state_dict"] = (
-            checkpoint["state_dict"],
-            checkpoint.pop("unaveraged"),
-        )
-    return checkpoint
+    saved = read(file)
+    if "unaveraged" in saved:
+        saved["ema"] = saved["state_dict"]
+        saved["state_dict"] = saved.pop("unaveraged")
+    return saved

@@ -77,10 +77,6 @@ class Decoder:
         self.logits = torch.stack([logits_after[window] for window in windows])  # (B, V)
         return self.logits
 
-    def cache_bytes(self, rows: int, length: int) -> int:
-        """Return 0: there is no cache of keys and values."""
-        return 0
-
 
 def first_window(prompt: Sequence[int], block_size: int) -> list[int]:
     """Return the tokens that the last one of a prompt sees, without it."""

@@ -9,8 +9,6 @@ from minigpt.utils.errors import UserError
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Tokenizer
 
-_MAX_INCOMPLETE_BYTES = 3  # of a character in UTF-8
-
 
 class Detokenizer:
     """Decode the tokens of one growing text, until a stop string or a stop token ends it.
@@ -42,7 +40,8 @@ class Detokenizer:
         self.held = ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         if tokenizer:
-            self._utf8.decode(tokenizer.decode_bytes(prompt[-_MAX_INCOMPLETE_BYTES:]))
+            # An incomplete character has at most 3 bytes.
+            self._utf8.decode(tokenizer.decode_bytes(prompt[-3:]))
 
     def append(self, token: int, *, last: bool = False) -> str:
         """Append a token and return the characters that it completes.
@@ -67,16 +66,12 @@ class Detokenizer:
             self.held = text[begin:end]
             self.stopped = True
         else:
-            self.held = "" if last else self._beginning_of_stop_string(text)
+            suffixes = [] if last else [text[begin:] for begin in range(len(text))]
+            self.held = next(filter(self._begins_stop_string, suffixes), "")
         return new
 
-    def _beginning_of_stop_string(self, text: str) -> str:
-        """Return the longest end of a text that a stop string begins with."""
-        for begin in range(len(text)):
-            end = text[begin:]
-            if any(string.startswith(end) for string in self.stop_strings):
-                return end
-        return ""
+    def _begins_stop_string(self, text: str) -> bool:
+        return any(string.startswith(text) for string in self.stop_strings)
 
 
 def token_pieces(tokenizer: "Tokenizer", ids: Sequence[int], *, complete: bool = True) -> list[str]:
@@ -86,5 +81,5 @@ def token_pieces(tokenizer: "Tokenizer", ids: Sequence[int], *, complete: bool =
         complete: False if the text goes on: an incomplete character at its end is left out.
     """
     text = Detokenizer(tokenizer)
-    end = len(ids) if complete else 0
-    return [text.append(token, last=i == end) for i, token in enumerate(ids, start=1)]
+    last = len(ids) if complete else None
+    return [text.append(token, last=i == last) for i, token in enumerate(ids, start=1)]

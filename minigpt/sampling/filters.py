@@ -80,14 +80,12 @@ def draw(
     p = logits.softmax(dim=-1).to(uniform.device)  # (B, V)
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1); NaN is after all
-    tokens = torch.searchsorted(cumulative, targets, right=True)[:, 0]  # (B,)
-    return tokens.to(logits.device)
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)  # (B,)
 
 
 def unused_ids(tokens: Container[int], vocab_size: int, device: torch.device) -> Tensor | None:
     """Return (V,) -inf for ids that are no token and 0 for others; None if all are tokens."""
-    values = [0.0 if i in tokens else float("-inf") for i in range(vocab_size)]
-    unused = torch.tensor(values)  # (V,)
+    unused = torch.tensor([0.0 if i in tokens else float("-inf") for i in range(vocab_size)])
     return unused.to(device) if unused.any() else None
 
 

@@ -123,54 +123,64 @@ def stream(
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     first = batch[0] if isinstance(batch, Sequence) and batch else None
     # A tensor without a dimension is an id.
-    if not getattr(first, "ndim", hasattr(first, "__len__")):
-        batch = [batch]
-    prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in batch]
-    B = len(prompt_ids) * num_samples
-    prompt_of_samples = [prompt_ids[i // num_samples] for i in range(B)]
-    samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_of_samples]
+    is_batch = getattr(first, "ndim", hasattr(first, "__len__"))
+    vocab_size = model.config.vocab_size
+    prompt_ids = [check_ids(prompt, vocab_size) for prompt in (batch if is_batch else [batch])]
+    texts: list[Detokenizer] = []
+    for prompt in prompt_ids:
+        texts += [Detokenizer(tokenizer, stop, prompt) for _ in range(num_samples)]
+    seeds = list(range(seed, seed + num_samples)) * len(prompt_ids)
+    return _steps(model, prompt_ids, texts, seeds, max_new_tokens, settings, logprobs)
 
-    @torch.inference_mode()
-    def steps() -> Iterator[Step]:
-        # Read the prompts, and prepare what is drawn from: random numbers, and the ids that a
-        # sample can have, or has.
-        decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
-        V = decoder.logits.size(-1)
-        seeds = list(range(seed, seed + num_samples)) * len(prompt_ids)  # B
-        uniforms = PerSampleRNG(seeds, decoder.device)
-        unused = None
-        if tokenizer is not None:
-            unused = unused_ids(tokenizer.token_bytes, V, decoder.device)  # (V,)
-        seen = None
-        if settings.repetition_penalty != 1:
-            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)  # (B, V)
-            for row, prompt in zip(seen, prompt_of_samples, strict=True):
-                row[prompt] = True
-        for i in range(max_new_tokens):
-            # Draw a token for every sample.
-            logits = decoder.logits.float()  # (B, V)
-            tokens = draw(logits, settings, uniforms.number(i), seen, unused)  # (B,)
-            ids = tokens.tolist()
-            if max(ids) == V:
-                raise RunError(NON_FINITE)
-            own_logprobs: list[float] = []
-            if logprobs:
-                own = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])  # (B, 1)
-                own_logprobs = own[:, 0].tolist()
-            # Yield it with its text.
-            last = i + 1 == max_new_tokens
-            new = zip(samples, ids, strict=True)
-            texts = [sample.append(token, last=last) for sample, token in new]
-            stopped = [sample.stopped for sample in samples]
-            yield Step(ids, texts, own_logprobs, stopped)
-            if last or all(stopped):
-                return
-            # Compute the logits after it.
-            if seen is not None:
-                seen.scatter_(-1, tokens[:, None], True)  # (B, V)
-            decoder.step(tokens)
 
-    return steps()
+@torch.inference_mode()
+def _steps(
+    model: GPT,
+    prompts: list[list[int]],
+    texts: list[Detokenizer],
+    seeds: list[int],
+    max_new_tokens: int,
+    settings: SamplingSettings,
+    logprobs: bool,
+) -> Iterator[Step]:
+    """Yield the steps of `stream`; `texts` and `seeds` are those of every sample, B."""
+    # Read the prompts, and prepare what is drawn from: random numbers, and the ids that a sample
+    # can have, or has.
+    decoder = make_decoder(model, prompts, len(texts) // len(prompts), max_new_tokens)
+    uniforms = PerSampleRNG(seeds, decoder.device)
+    V = decoder.logits.size(-1)
+    tokenizer = texts[0].tokenizer
+    ids_with_token = tokenizer.token_bytes if tokenizer else range(V)
+    unused = unused_ids(ids_with_token, V, decoder.device)  # (V,)
+    seen = None
+    if settings.repetition_penalty != 1:
+        seen = torch.zeros_like(decoder.logits, dtype=torch.bool)  # (B, V)
+        for i, row in enumerate(seen):
+            row[prompts[i * len(prompts) // len(seen)]] = True
+    for n in range(1, max_new_tokens + 1):
+        # Draw a token for every sample.
+        logits = decoder.logits.float()  # (B, V)
+        tokens = draw(logits, settings, uniforms.number(n - 1), seen, unused)  # (B,)
+        ids = tokens.tolist()
+        if max(ids) == V:
+            raise RunError(NON_FINITE)
+        own_logprobs = _token_logprobs(logits, tokens) if logprobs else []
+        # Yield it with its text.
+        last = n == max_new_tokens
+        new = [text.append(token, last=last) for text, token in zip(texts, ids, strict=True)]
+        stopped = [text.stopped for text in texts]
+        yield Step(ids, new, own_logprobs, stopped)
+        if last or all(stopped):
+            return
+        # Compute the logits after it.
+        if seen is not None:
+            seen.scatter_(-1, tokens[:, None], True)  # (B, V)
+        decoder.step(tokens)
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
+    all_logprobs = logits.log_softmax(dim=-1)  # (B, V)
+    return all_logprobs.gather(-1, tokens[:, None])[:, 0].tolist()  # B
 
 
 def make_decoder(
@@ -246,20 +256,19 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
 
 def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
     """Rate tokens (B,) by their logits (B, V)."""
-    all_logprobs = logits.log_softmax(dim=-1)  # (B, V)
-    own_logprobs = all_logprobs.gather(-1, tokens[:, None])  # (B, 1)
-    ranks = (all_logprobs > own_logprobs).sum(dim=-1)  # (B,)
-    values, ids = all_logprobs.topk(min(n_top, logits.size(-1)))  # (B, n) each
-    rows = zip(ids.tolist(), values.tolist(), strict=True)
-    return Score(own_logprobs[:, 0], ranks, [list(zip(*row, strict=True)) for row in rows])
+    logprobs = logits.log_softmax(dim=-1)  # (B, V)
+    own = logprobs.gather(-1, tokens[:, None])  # (B, 1)
+    ranks = (logprobs > own).sum(dim=-1)  # (B,)
+    values, ids = logprobs.topk(min(n_top, logits.size(-1)))  # (B, n) each
+    top = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return Score(own[:, 0], ranks, top)
 
 
 def check_ids(prompt: object, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(ids, Sequence) and ids:
-        is_id, _ = integer(0, vocab_size - 1)
         items = [i.tolist() if hasattr(i, "tolist") else i for i in ids]
-        if all(map(is_id, items)):
+        if all(map(integer(0, vocab_size - 1)[0], items)):
             return items
     raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")

@@ -20,13 +20,11 @@ from minigpt.training.cpu_threads import GIVEN_BY, ThreadBalancer, cpu_threads
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import escape_control_chars, log, unescape
 
-_UNDERLINE = "\x1b[4m"
-_NO_UNDERLINE = "\x1b[24m"
 _MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
 
-Span: TypeAlias = Mapping[str, Any]  # in a sample: its index "sample", "start" and "end"
-# Returns the spans that the training text has, and a table of what is new.
-Compare: TypeAlias = Callable[[Sequence[str]], tuple[Sequence[Span], str]] | None
+# Prints complete samples, compared with the training text: what is before each, their texts, and a
+# function that escapes a text.
+Compare: TypeAlias = Callable[[Sequence[str], Sequence[str], Callable[[str], str]], None]
 Prompt: TypeAlias = tuple[str, list[int]]  # its text, which is printed too, and its ids
 
 
@@ -37,14 +35,14 @@ def print_samples(
     options: Mapping[str, Any],
     *,
     as_json: bool,
-    compare: Compare,
+    compare: Compare | None,
 ) -> None:
     """Print samples of a prompt: the first as it is generated, then the others.
 
     Args:
         options: of `generation.stream`, without the tokenizer.
         as_json: print one JSON line per sample instead.
-        compare: with the training text; the samples are printed when they are complete.
+        compare: prints the samples instead, when they are complete.
     """
     text, ids = prompt
     samples = [Sample() for _ in range(options["num_samples"])]
@@ -58,8 +56,8 @@ def print_samples(
     # Generate all samples, and meanwhile print the first.
     live = io.StringIO() if as_json or compare else sys.stdout
     print(begins[0], end="", file=live, flush=True)
-    start = time.perf_counter()
     changes: list[str] = []
+    start = time.perf_counter()
     with cpu_threads(decoding_threads(model, len(samples))):
         threads = ThreadBalancer(fixed=model.wte.weight.device.type != "cpu")
         threads.start()
@@ -79,15 +77,15 @@ def print_samples(
     for begin, sample in zip(begins[1:], samples[1:], strict=True):
         print(begin + escape(sample.text), file=live, flush=True)
     if compare:
-        spans, table = compare([sample.text for sample in samples])
-        for i, sample in enumerate(samples):
-            own = [span for span in spans if span["sample"] == i]
-            print(begins[i] + _underline(sample.text, own, escape), flush=True)
-        print(table, file=sys.stderr)
+        compare(begins, [sample.text for sample in samples], escape)
     if as_json:
-        for sample in samples:
-            values = {"prompt": text, "text": sample.text, **vars(sample)}
-            print(json.dumps(values | {"tokens_per_second": n_tokens / seconds}), flush=True)
+        _print_json(text, samples, n_tokens / seconds)
+
+
+def _print_json(prompt: str, samples: Iterable[Sample], tokens_per_second: float) -> None:
+    for sample in samples:
+        values = {"prompt": prompt, "text": sample.text, **vars(sample)}
+        print(json.dumps(values | {"tokens_per_second": tokens_per_second}), flush=True)
 
 
 def decoding_threads(model: GPT, rows: int) -> int | None:
@@ -109,12 +107,14 @@ def print_score(
     as_json: bool,
 ) -> None:
     """Print the likelihood of documents after `start`: in total, and as JSON also per token."""
-    ids, n_bytes = _tokenize(tokenizer, _documents(chunks))
+    documents = _documents(chunks)
+    ids = _tokenize(tokenizer, documents)
     if not ids:
         raise UserError("--score must be a non-empty text")
     ids += tokenizer.suffix
     result = score(model, ids, start)
     ranks = result.ranks.tolist()
+    n_bytes = sum(len(text.encode()) for text in documents)  # separators have none
     total = {
         "tokens": len(ids),
         "bytes": n_bytes,
@@ -130,8 +130,7 @@ def print_score(
         number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
         print(f"{name.replace('_', ' '):16}{number}")
     n_first = ranks.count(0)
-    accuracy = f"{n_first:,} of {len(ids):,} tokens ({n_first / len(ids):.1%})"
-    print(f"{'top-1 accuracy':16}{accuracy}")
+    print(f"{'top-1 accuracy':16}{n_first:,} of {len(ids):,} tokens ({n_first / len(ids):.1%})")
 
 
 def read_prompt(
@@ -155,44 +154,32 @@ def read_prompt(
         return text, encode_prompt(tokenizer, text).tolist()
     chunks = read_texts(file, "--prompt-file", **settings)
     documents = _documents(chunk for chunk in chunks if chunk.text)
-    text = tokenizer.names(tokenizer.separator).join(map("".join, documents))
-    ids, _ = _tokenize(tokenizer, documents)
+    text = tokenizer.names(tokenizer.separator).join(documents)
+    ids = _tokenize(tokenizer, documents)
     return text, [*tokenizer.prefix, *ids] if ids else tokenizer.start.tolist()
 
 
-def _documents(chunks: Iterable[TextChunk]) -> list[list[str]]:
-    """Return the parts of each document."""
+def _documents(chunks: Iterable[TextChunk]) -> list[str]:
     documents: list[list[str]] = []
     for text, first in chunks:
         if first:
             documents.append([])
         documents[-1].append(text)
-    return documents
+    return ["".join(parts) for parts in documents]
 
 
-def _tokenize(tokenizer: Tokenizer, documents: Sequence[list[str]]) -> tuple[list[int], int]:
-    """Return the ids of documents and their bytes of UTF-8.
-
-    Separators are tokens of no bytes, as in training.
-    """
+def _tokenize(tokenizer: Tokenizer, documents: Iterable[str]) -> list[int]:
+    """Return the ids of documents, with separators as in training."""
     ids: list[int] = []
-    n_bytes = 0
-    for parts in documents:
-        whole = "".join(parts)
-        if not whole:
-            continue
+    for text in filter(None, documents):
         if ids:
             ids += tokenizer.separator.tolist()
-        for text in parts if tokenizer.splits_at_cuts else [whole]:
-            ids += tokenizer.parse(text).tolist()
-        n_bytes += len(whole.encode())
-    return ids, n_bytes
+        ids += tokenizer.parse(text).tolist()
+    return ids
 
 
 def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
-    """Log the start token of an empty prompt, special tokens as plain text, and a truncation."""
-    plain = [name for name, i in tokenizer.special.items() if name in text and i not in ids]
-    if plain:
+    if plain := [name for name, i in tokenizer.special.items() if name in text and i not in ids]:
         log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
     if not text and ids == tokenizer.start.tolist():
         log(f"no prompt: starting from {tokenizer.names(ids)!r}")
@@ -211,8 +198,7 @@ def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
     """
     texts = [unescape(item) for item in typed if isinstance(item, str)]
     for text in texts:
-        found = ""
-        reason = ""
+        found = reason = ""
         try:
             found = tokenizer.decode(tokenizer.encode(text))
         except UserError as error:
@@ -225,14 +211,3 @@ def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
     named = [tokenizer.special[text] for text in texts if text in tokenizer.special]
     ids = [item for item in typed if isinstance(item, int)]
     return [*texts, *ids, *named, *tokenizer.end_ids]
-
-
-def _underline(text: str, spans: Sequence[Span], escape: Callable[[str], str]) -> str:
-    """Return an escaped text with its spans underlined, which may overlap."""
-    shown = ""
-    at = 0
-    for span in spans:
-        copied = escape(text[max(at, span["start"]) : span["end"]])
-        shown += escape(text[at : span["start"]]) + _UNDERLINE + copied + _NO_UNDERLINE
-        at = span["end"]
-    return shown + escape(text[at:])

@@ -5,6 +5,7 @@ Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
 
 import os
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ DRAWN_TOKENS = 400  # of each sample at the end of a training
 MAX_DRAWN = 50  # samples at a time: a cache of keys and values and a row of logits for each
 MAX_INDEXED_AFTER_TRAINING = 20e6  # bytes: an index of more takes longer than the rest
 _DECODED = 1 << 20  # tokens at a time
+_UNDERLINE = "\x1b[4m"
+_NO_UNDERLINE = "\x1b[24m"
 
 
 @dataclass(frozen=True)
@@ -213,27 +216,44 @@ def compare(checkpoint: Path, *texts: str) -> dict[str, Any]:
 
 def comparison(
     checkpoint: Path,
-) -> Callable[[Sequence[str]], tuple[list[dict[str, Any]], str]] | None:
-    """Return a function of texts that returns their `spans` and a table; None, with a warning,
-    without the corpus.
+) -> Callable[[Sequence[str], Sequence[str], Callable[[str], str]], None] | None:
+    """Return a function that prints samples, and to stderr what is new in them.
+
+    Its arguments are what is before each sample, the texts, and a function that escapes a text. Without the corpus,
+    the result is None, with a warning.
     """
 
-    def show(texts: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
+    def print_compared(
+        begins: Sequence[str], texts: Sequence[str], escape: Callable[[str], str]
+    ) -> None:
         found = compare(checkpoint, *texts)
-        part = (
-            ""
-            if found["text"]["whole"]
-            else "\nonly the first 100 MB of the training text were searched"
+        for i, text in enumerate(texts):
+            spans = [span for span in found["text"]["spans"] if span["sample"] == i]
+            print(begins[i] + _underline(text, spans, escape), flush=True)
+        print(
+            format_table({"samples": found["text"], "validation_text": found["validation"]}),
+            file=sys.stderr,
         )
-        table = format_table({"samples": found["text"], "validation_text": found["validation"]})
-        return found["text"]["spans"], table + part
+        if not found["text"]["whole"]:
+            print("only the first 100 MB of the training text were searched", file=sys.stderr)
 
     try:
-        show([])  # builds the index
+        compare(checkpoint)  # builds the index
     except UserError as error:
         warn(f"--originality is ignored: {error}")
         return None
-    return show
+    return print_compared
+
+
+def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:
+    """Return an escaped text with its spans underlined, which may overlap."""
+    shown = ""
+    at = 0
+    for span in spans:
+        copied = escape(text[max(at, span["start"]) : span["end"]])
+        shown += escape(text[at : span["start"]]) + _UNDERLINE + copied + _NO_UNDERLINE
+        at = span["end"]
+    return shown + escape(text[at:])
 
 
 @lru_cache(maxsize=4)

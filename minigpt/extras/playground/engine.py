@@ -23,8 +23,9 @@ from torch import Tensor
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.extras.playground.free_memory import memory
 from minigpt.model.gpt import GPT
-from minigpt.sampling.decoder import drop_older_half, first_window
+from minigpt.sampling.decoder import Decoder, drop_older_half, first_window
 from minigpt.sampling.detokenizer import Detokenizer
+from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw, unused_ids
 from minigpt.sampling.generation import (
     NON_FINITE,
@@ -123,7 +124,7 @@ class Engine:
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
-            if (needed := self._decoder.cache_bytes(1, request.length)) > self.max_cache_bytes:
+            if (needed := _cache_bytes(self._decoder, request.length)) > self.max_cache_bytes:
                 raise UserError(
                     "the key-value cache of a sample must be at most "
                     f"{self.max_cache_bytes / 1e6:,.0f} MB, "
@@ -248,11 +249,11 @@ class Engine:
         for context, group in groupby(self._waiting[:room], lambda job: job.context):
             unread -= len(context)
             jobs = list(group)
-            # Rows of the cache have equal lengths
-            longest = max(job.request.length for job in self._running + jobs)
-            room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(
-                self._running
-            )
+            longest = max(
+                job.request.length for job in self._running + jobs
+            )  # rows of the cache have equal lengths
+            most = self.max_cache_bytes // max(1, _cache_bytes(self._decoder, longest))
+            room = most - len(self._running)
             if unread < 0 or room <= 0:
                 break
             joining = jobs[:room]
@@ -390,6 +391,16 @@ class _Job:
             text,
             n_held=len(self.detokenizer.held),
         )
+
+
+def _cache_bytes(decoder: Decoder, length: int) -> int:
+    """Return the most memory of the keys and values of a sample of up to `length` tokens."""
+    if not isinstance(decoder, FastDecoder):
+        return 0  # there is no cache
+    config = decoder.model.config
+    width = (config.n_kv_head or config.n_head) * config.head_width
+    slots = 2 * min(length, config.block_size)
+    return 2 * config.n_layer * slots * width * decoder.model.wte.weight.element_size()
 
 
 def _deliver(items: list[tuple[TokenStream, Token | Exception]]) -> None:

@@ -63,9 +63,8 @@ class FastDecoder(Decoder):
         self._reader.logits = nn.Identity()
         self._reader.blocks[-1].mlp = nn.Identity()
         weight = self._fast_model.wte.weight  # (V, C)
-        self._rotary = self._fast_model.rotary
-        if self._rotary is not None:
-            self._rotary = self._rotary.to(weight)  # (2, block_size, 1, D)
+        rotary = self._fast_model.rotary
+        self._rotary = None if rotary is None else rotary.to(weight)  # (2, block_size, 1, D)
 
         # The cache holds what is known to come; else it grows.
         self._begins: list[int] = []  # slot of position 0 of each sample
@@ -97,21 +96,18 @@ class FastDecoder(Decoder):
         rows = list(range(B, B + num_samples))
         if B + num_samples > self._cache.size(1) or len(window) > self._end:
             self._resize(B + num_samples, len(window))
+        # `_read` sets what is begun here.
         self.windows += [list(window) for _ in rows]
-        self._begins += [self._end for _ in rows]  # set by `_read`
-        old = self._inputs
-        new = self._reader.new_cache(num_samples, 0)
-        self._inputs = Cache(
-            [],
-            torch.cat((old.last_embeddings, new.last_embeddings)),  # (B, smear, C)
-            torch.cat((old.last_tokens, new.last_tokens)),  # (B, ngram - 1)
-        )
+        self._begins += [self._end for _ in rows]
+        self._inputs.last_embeddings = F.pad(
+            self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples)
+        )  # (B, smear, C)
+        self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
         self._read([window], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
         self._cache[:, B : B + num_samples, :, : self._begins[B]] = 0
 
     def drop(self, row: int) -> None:
-        """Remove a sample; the last one of the batch takes its row."""
         super().drop(row)
         last = len(self.windows)
         if row < last:
@@ -123,19 +119,12 @@ class FastDecoder(Decoder):
         self._inputs = Cache([], inputs.last_embeddings[rows], inputs.last_tokens[rows])
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token (B,) to each sample and return the logits (B, V) after it."""
         self._slide_windows()
         for window, token in zip(self.windows, tokens.tolist(), strict=True):
             window.append(token)
         self._end += 1
-        self.logits = self._next_logits(tokens, self._end - 1)
+        self.logits = self._next_logits(tokens, self._end - 1)  # (B, V)
         return self.logits
-
-    def cache_bytes(self, rows: int, length: int) -> int:
-        """Return the most memory of the cache of `rows` samples that join, of `length` tokens."""
-        layers, _, heads, _, width = self._cache.shape  # keys and values
-        slots = 2 * min(length, self.block_size)
-        return layers * rows * heads * slots * width * self._cache.element_size()
 
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
         """Return the logits (B, V) after tokens (B,), whose keys and values go to `slot`."""
@@ -148,10 +137,8 @@ class FastDecoder(Decoder):
             positions = slot - begins  # (B, 1)
             slots = torch.arange(first, self._end, device=self.device)  # (S,)
             mask = (slots >= begins)[:, None, None]  # (B, 1, 1, S)
-        rotary = self._rotary
-        if rotary is not None:
-            # Cosines and sines, (1, D) or (B, 1, 1, D) each
-            rotary = rotary[:, positions].unbind()
+        # Cosines and sines, (1, D) or (B, 1, 1, D) each
+        rotary = None if self._rotary is None else self._rotary[:, positions].unbind()
         # The parts of the cache that each layer writes and reads
         cache = self._cache.narrow(1, 0, len(self.windows))  # (2L, B, K, slots, D)
         written = cache.narrow(3, slot, 1).transpose(2, 3).unbind()  # (B, 1, K, D) each
@@ -163,22 +150,23 @@ class FastDecoder(Decoder):
         return self._fast_model.logits(x)  # (B, V)
 
     def _slide_windows(self) -> None:
-        """Make room for one more token: of a full window, the newer half is read again."""
-        windows = self.windows
-        full = [i for i in range(len(windows)) if drop_older_half(windows[i], self.block_size)]
+        # Make room for one more token: of a full window, the newer half is read again.
+        full: list[int] = []
+        for row, window in enumerate(self.windows):
+            if drop_older_half(window, self.block_size):
+                full.append(row)
         if full:
-            self._read([windows[row] for row in full], full)
-        if self._end < self._cache.size(3):
-            return
-        # The cache is full: it grows, or the window moves to its front.
-        first = min(self._begins)
-        if 2 * (self._end - first) > self._end:
-            self._resize(len(windows), 0)
-        else:
-            rows = self._cache.narrow(1, 0, len(windows))
-            rows[:, :, :, : self._end - first] = rows[:, :, :, first:]
-            self._shift(-first)
-            self._cache[:, :, :, self._end :] = 0  # no NaN of an earlier sample, for GraphDecoder
+            self._read([self.windows[row] for row in full], full)
+        if self._end == self._cache.size(3):
+            B = len(self.windows)
+            first = min(self._begins)
+            if 2 * (self._end - first) > self._end:
+                self._resize(B, 0)
+            else:  # move the window to the front
+                self._cache[:, :B, :, : self._end - first] = self._cache[:, :B, :, first:]
+                self._shift(-first)
+                # No NaN of an earlier sample, for GraphDecoder
+                self._cache[:, :, :, self._end :] = 0
 
     def _resize(self, rows: int, end: int) -> None:
         """Move to a cache of `rows` rows and twice as many slots as are visible.
@@ -226,7 +214,6 @@ class _LayerSlots:
     keys: int  # index of those of the layer
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, 1, K, D) and return the visible ones, (B, K, S, D) each."""
         self.written[self.keys].copy_(k)
         self.written[self.keys + 1].copy_(v)
         return self.visible[self.keys], self.visible[self.keys + 1]
@@ -237,20 +224,19 @@ def _fast_model(plain: Any) -> Any:
     fast = copy.copy(plain)
     to_fast_head = _padded if plain.lm_head.weight.is_cuda else _linear
     fast.lm_head = to_fast_head(plain.lm_head)
-    is_gelu = all(block.mlp.activation is F.gelu for block in plain.blocks)
     is_small = plain.config.n_embd * plain.config.inner_width < _MAX_COPIED_NUMEL
+    is_scaled = is_small and plain.blocks[0].mlp.activation is F.gelu
+    half = math.sqrt(0.5) if is_scaled else 1.0
     fast.blocks = [copy.copy(block) for block in plain.blocks]
     for block in fast.blocks:
-        block.attention = attention = copy.copy(block.attention)
-        attention.qkv = _linear(attention.qkv)
-        attention.out = _linear(attention.out)
-        block.mlp = mlp = copy.copy(block.mlp)
-        half = 1.0
-        if is_gelu and is_small:
-            half = math.sqrt(0.5)
-            mlp.activation = _scaled_gelu
-        mlp.up = _linear(mlp.up, half, half)
-        mlp.down = _linear(mlp.down, half)
+        block.attention = copy.copy(block.attention)
+        block.attention.qkv = _linear(block.attention.qkv)
+        block.attention.out = _linear(block.attention.out)
+        block.mlp = copy.copy(block.mlp)
+        block.mlp.up = _linear(block.mlp.up, half, half)
+        block.mlp.down = _linear(block.mlp.down, half)
+        if is_scaled:
+            block.mlp.activation = _scaled_gelu
     return fast
 
 
@@ -297,9 +283,8 @@ def _linear(
     is_float32_on_cpu = weight.is_cpu and weight.dtype == torch.float32
     if weight.numel() >= _MIN_LARGE_NUMEL and is_float32_on_cpu and _HAS_ONEDNN:
         return _LargeLinear(weight, bias)
-    transposed = weight.T  # (I, O)
-    if weight.numel() < _MAX_COPIED_NUMEL:
-        transposed = transposed.contiguous()
+    is_small = weight.numel() < _MAX_COPIED_NUMEL
+    transposed = weight.T.contiguous() if is_small else weight.T  # (I, O)
     if bias is None:
         return lambda x: torch.mm(x, transposed)
     return lambda x: torch.addmm(bias, x, transposed)
@@ -308,9 +293,7 @@ def _linear(
 def _padded(head: nn.Linear) -> Callable[[Tensor], Tensor]:
     """Return a function of the output head, with zero rows up to a multiple of 64, for GPUs."""
     V = len(head.weight)
-    weight: Tensor = head.weight  # (V, C)
-    if V % 64:
-        weight = F.pad(weight, (0, 0, 0, -V % 64))
+    weight = F.pad(head.weight, (0, 0, 0, -V % 64)) if V % 64 else head.weight
     transposed = weight.T  # (C, V or more)
     return lambda x: torch.mm(x, transposed)[:, :V]
 

@@ -49,14 +49,14 @@ class _FixedStep:
         self.begins = self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(S, device=decoder.device)
-        given = decoder._inputs
-        self.inputs = Cache([], given.last_embeddings.clone(), given.last_tokens.clone())
+        self.inputs = Cache(
+            [], decoder._inputs.last_embeddings.clone(), decoder._inputs.last_tokens.clone()
+        )
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)  # of the graph
         self.runs = 0
 
     def __call__(self, decoder: GraphDecoder, tokens: Tensor, slot: int) -> Tensor:
-        """Return the logits (B, V) after tokens (B,)."""
         self.tokens.copy_(tokens)
         self.slot.fill_(slot)
         if self.given_begins != decoder._begins:
@@ -71,17 +71,20 @@ class _FixedStep:
         if self.graph is None:
             return self._logits(decoder)
         self.graph.replay()
-        return self.logits.clone()  # the next step overwrites them
+        return self.logits.clone()  # (B, V); the next step overwrites them
 
     def _record(self, decoder: GraphDecoder) -> None:
         graph = torch.cuda.CUDAGraph()
-        stream = _recording_stream(decoder.device)
         # `cuda.stream` selects the device, and restores what `cuda.graph` does not if it cannot
         # end the recording.
         with (
             _RECORDING,
             torch.cuda.stream(torch.cuda.current_stream(decoder.device)),
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph,
+                stream=_recording_stream(decoder.device),
+                capture_error_mode="thread_local",
+            ),
         ):
             self.logits = self._logits(decoder)
         self.graph = graph
@@ -89,12 +92,11 @@ class _FixedStep:
     def _logits(self, decoder: GraphDecoder) -> Tensor:
         positions = self.slot - self.begins  # (B, 1)
         visible = (self.all_slots >= self.begins) & (self.all_slots <= self.slot)  # (B, S)
+        visible = visible[:, None, None]  # (B, 1, 1, S)
         # Added to the scores, because a boolean mask would be converted in every layer.
         mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-        mask = mask[:, None, None]  # (B, 1, 1, S)
-        rotary = decoder._rotary
-        if rotary is not None:
-            rotary = rotary[:, positions].unbind()  # (B, 1, 1, D) each
+        # Cosines and sines, (B, 1, 1, D) each
+        rotary = None if decoder._rotary is None else decoder._rotary[:, positions].unbind()
         after = Cache([], self.inputs.last_embeddings, self.inputs.last_tokens)
         x = decoder._fast_model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
         _copy_inputs(after, self.inputs)
@@ -104,10 +106,8 @@ class _FixedStep:
         return decoder._fast_model.logits(x)  # (B, V)
 
 
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream per device, because torch keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
+# One per device, because torch keeps a workspace for each stream.
+_recording_stream = cache(torch.cuda.Stream)
 
 
 def _copy_inputs(source: Cache, target: Cache) -> None:
@@ -124,7 +124,6 @@ class _LayerSlots:
     slot: Tensor  # (1,) to write
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, 1, K, D) and return all."""
         # Under autocast, of different types
         self.k.index_copy_(2, self.slot, k.transpose(1, 2).to(self.k.dtype))
         self.v.index_copy_(2, self.slot, v.transpose(1, 2).to(self.v.dtype))
