@@ -177,10 +177,7 @@ def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_
 
     def addresses() -> list[int]:
         inputs = (recorded.inputs.last_embeddings, recorded.inputs.last_tokens)
-        return [
-            x.data_ptr()
-            for x in (*inputs, *recorded.layers, recorded.tokens, recorded.slot)
-        ]
+        return [x.data_ptr() for x in (*inputs, *recorded.layers, recorded.tokens, recorded.slot)]
 
     before = addresses()
     decoder.drop(0)

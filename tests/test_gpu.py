@@ -376,5 +376,9 @@ def test_the_server_draws_on_the_gpu() -> None:
             async for token in Engine(gpu_model().to(DEVICE), ByteTokenizer()).generate(*requests)
         ]
 
-    settings = [SamplingSettings(temperature=0), SamplingSettings(top_k=3), SamplingSettings(repetition_penalty=1.5)]
+    settings = [
+        SamplingSettings(temperature=0),
+        SamplingSettings(top_k=3),
+        SamplingSettings(repetition_penalty=1.5),
+    ]
     assert len(asyncio.run(serve(*settings))) == 3 * 4

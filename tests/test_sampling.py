@@ -47,7 +47,9 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(
         if name in chosen:
             expected = processor(chosen[name])(text, expected)
     ours = filter_logits(
-        logits, SamplingSettings(**chosen), torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
+        logits,
+        SamplingSettings(**chosen),
+        torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True),
     )
     assert torch.equal(ours.isneginf(), expected.isneginf())
     assert_close(ours.softmax(-1), expected.softmax(-1))
@@ -56,7 +58,9 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(
 def test_top_k_keeps_exactly_k_tokens_where_they_tie():
     few = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])  # the first k of three that tie, then one more
     for top_k in (1, 3, 10):
-        kept = filter_logits(torch.zeros(3, 11), SamplingSettings(top_k=top_k, top_p=0.99)).isfinite()
+        kept = filter_logits(
+            torch.zeros(3, 11), SamplingSettings(top_k=top_k, top_p=0.99)
+        ).isfinite()
         assert kept.sum(-1).tolist() == [top_k] * 3
         kept = filter_logits(few, SamplingSettings(top_k=top_k)).isfinite()
         assert kept.sum() == min(top_k, 5)
@@ -133,7 +137,10 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
     ]
     right = [[-INF, 1, 0, -INF], [-3e38, 3e38, -INF, -INF]]
     for penalty in (1.0, 2.0):
-        seen, sampling = torch.rand(8, 4) < 0.5, SamplingSettings(repetition_penalty=penalty, **values)
+        seen, sampling = (
+            torch.rand(8, 4) < 0.5,
+            SamplingSettings(repetition_penalty=penalty, **values),
+        )
         drawn = draw(torch.tensor(wrong + right), sampling, torch.rand(8), seen, unused)
         assert (drawn == 4).tolist() == [True] * 6 + [False] * 2
 

@@ -25,6 +25,7 @@ def find_checkpoint(
         last: prefer the last checkpoint of a run folder, from which training resumes.
         step: of a snapshot of the run, instead of its best checkpoint.
     """
+    # The newest run, or the best one of its sweep
     if path is None:
         files = sorted(Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime)
         if not files:
@@ -34,6 +35,7 @@ def find_checkpoint(
     path = Path(follow_latest(str(path)))
     if (path / "sweep.json").exists() and not last:
         path = min(path.glob(f"*/{BEST}"), key=_rank, default=path)
+    # A snapshot
     if step is not None:
         folder = run_folder(path) if path.is_file() else path
         snapshots = find_snapshots(folder)
@@ -41,6 +43,7 @@ def find_checkpoint(
             steps = ", ".join(map(str, snapshots)) or "none"
             raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
         return snapshots[step]
+    # The file itself, or one of a run folder
     names = (LAST, BEST) if last else (BEST, LAST)
     files = [path] if path.is_file() else checkpoints_of(path, names)
     if not last:  # the newest of a run before its first validation

@@ -36,11 +36,11 @@ _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}
 Saved: TypeAlias = dict[str, Any]  # a checkpoint or a part of it: plain containers and tensors
 
 
-def contents(model: GPTConfig, tokenizer: Tokenizer, **run: object) -> Saved:
+def contents(model: GPTConfig, tokenizer: Tokenizer, **state: object) -> Saved:
     """Return what a checkpoint holds beside the keys of Lightning.
 
     Args:
-        run: for a checkpoint to resume from: `config`, the resolved configuration as plain
+        state: for a checkpoint to resume from: `config`, the resolved configuration as plain
             containers; `corpus_sha256`, of the text; `corpus_provenance`, of its token files;
             `provenance`, the command, host, versions and commit.
     """
@@ -49,7 +49,7 @@ def contents(model: GPTConfig, tokenizer: Tokenizer, **run: object) -> Saved:
             "format": FORMAT,
             "model": model.to_dict(),
             "tokenizer": tokenizer.to_dict(),
-            **run,
+            **state,
         }
     }
 

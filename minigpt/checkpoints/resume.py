@@ -92,6 +92,7 @@ def find_resumed(
     end = run_settings[key]
     if step > end or (step == end and resume != "auto"):
         raise UserError(f"resume={path} is at step {step} of {end}; raise {key} to continue")
+    # Warn of other changes.
     for key in changed:
         warn(
             f"{key} changed from {before.get(key)} to {now.get(key)}; "

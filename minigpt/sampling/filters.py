@@ -22,29 +22,32 @@ def filter_logits(logits: Tensor, settings: SamplingSettings, seen: Tensor | Non
     Args:
         seen: (B, V), true for tokens in the text; required by a repetition penalty.
     """
+    # Repetition penalty
     if settings.repetition_penalty != 1:
         assert seen is not None
         penalty = settings.repetition_penalty
         penalized = torch.where(logits > 0, logits / penalty, logits * penalty)  # (B, V)
         logits = torch.where(seen, penalized, logits)  # (B, V)
-    if settings.temperature == 0:  # no other filter excludes the maximum
+    # Temperature; without randomness, no other filter matters: none excludes the maximum
+    if settings.temperature == 0:
         return logits
     if settings.temperature != 1:
         # Relative to the maximum, or the quotients would overflow to inf and NaN.
         if settings.temperature < 0.01:
             logits = logits - logits.amax(dim=-1, keepdim=True)  # (B, V)
         logits = logits / min(max(settings.temperature, 1e-30), 1e30)  # a number of float32
+    # Top-k; `topk` breaks ties: exactly k are kept
     if settings.top_k is not None and settings.top_k < logits.size(-1):
-        # `topk` breaks ties: exactly k are kept.
         kept, index = logits.topk(settings.top_k)  # (B, k) each
         logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)  # (B, V)
+    # Top-p: a token is excluded if the more likely ones reach it
     if settings.top_p is not None and settings.top_p < 1:
         descending, index = logits.sort(dim=-1, descending=True)  # (B, V) each
         p = descending.softmax(dim=-1)  # (B, V)
-        # Excluded if the more likely tokens reach top_p
         excluded = p.cumsum(dim=-1) - p >= max(settings.top_p, 1e-30)  # (B, V)
         descending = descending.masked_fill(excluded, float("-inf"))  # (B, V)
         logits = torch.empty_like(logits).scatter(-1, index, descending)  # (B, V)
+    # Min-p
     if settings.min_p:
         p = logits.softmax(dim=-1)  # (B, V)
         excluded = p < settings.min_p * p.amax(dim=-1, keepdim=True)  # (B, V)

@@ -126,37 +126,38 @@ def stream(
     is_batch = getattr(first, "ndim", hasattr(first, "__len__"))
     vocab_size = model.config.vocab_size
     prompt_ids = [check_ids(prompt, vocab_size) for prompt in (batch if is_batch else [batch])]
-    texts: list[Detokenizer] = []
+    detokenizers: list[Detokenizer] = []
     for prompt in prompt_ids:
-        texts += [Detokenizer(tokenizer, stop, prompt) for _ in range(num_samples)]
+        detokenizers += [Detokenizer(tokenizer, stop, prompt) for _ in range(num_samples)]
     seeds = list(range(seed, seed + num_samples)) * len(prompt_ids)
-    return _steps(model, prompt_ids, texts, seeds, max_new_tokens, settings, logprobs)
+    return _steps(model, prompt_ids, detokenizers, seeds, max_new_tokens, settings, logprobs)
 
 
 @torch.inference_mode()
 def _steps(
     model: GPT,
     prompts: list[list[int]],
-    texts: list[Detokenizer],
+    detokenizers: list[Detokenizer],
     seeds: list[int],
     max_new_tokens: int,
     settings: SamplingSettings,
     logprobs: bool,
 ) -> Iterator[Step]:
-    """Yield the steps of `stream`; `texts` and `seeds` are those of every sample, B."""
-    # Read the prompts, and prepare what is drawn from: random numbers, and the ids that a sample
-    # can have, or has.
-    decoder = make_decoder(model, prompts, len(texts) // len(prompts), max_new_tokens)
+    """Yield the steps of `stream`, with a detokenizer and a seed per sample, B of each."""
+    # Read the prompts.
+    num_samples = len(seeds) // len(prompts)
+    decoder = make_decoder(model, prompts, num_samples, max_new_tokens)
+    # Prepare what is drawn from: random numbers, and the ids that a sample can have, or has.
     uniforms = PerSampleRNG(seeds, decoder.device)
     V = decoder.logits.size(-1)
-    tokenizer = texts[0].tokenizer
+    tokenizer = detokenizers[0].tokenizer
     ids_with_token = tokenizer.token_bytes if tokenizer else range(V)
     unused = unused_ids(ids_with_token, V, decoder.device)  # (V,)
     seen = None
     if settings.repetition_penalty != 1:
         seen = torch.zeros_like(decoder.logits, dtype=torch.bool)  # (B, V)
         for i, row in enumerate(seen):
-            row[prompts[i * len(prompts) // len(seen)]] = True
+            row[prompts[i // num_samples]] = True
     for n in range(1, max_new_tokens + 1):
         # Draw a token for every sample.
         logits = decoder.logits.float()  # (B, V)
@@ -167,9 +168,10 @@ def _steps(
         own_logprobs = _token_logprobs(logits, tokens) if logprobs else []
         # Yield it with its text.
         last = n == max_new_tokens
-        new = [text.append(token, last=last) for text, token in zip(texts, ids, strict=True)]
-        stopped = [text.stopped for text in texts]
-        yield Step(ids, new, own_logprobs, stopped)
+        new = zip(detokenizers, ids, strict=True)
+        texts = [detokenizer.append(token, last=last) for detokenizer, token in new]
+        stopped = [detokenizer.stopped for detokenizer in detokenizers]
+        yield Step(ids, texts, own_logprobs, stopped)
         if last or all(stopped):
             return
         # Compute the logits after it.

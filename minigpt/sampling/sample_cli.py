@@ -25,13 +25,12 @@ _MIN_PARALLEL_NUMEL = 1 << 17  # of a weight matrix
 # Prints complete samples, compared with the training text: what is before each, their texts, and a
 # function that escapes a text.
 Compare: TypeAlias = Callable[[Sequence[str], Sequence[str], Callable[[str], str]], None]
-Prompt: TypeAlias = tuple[str, list[int]]  # its text, which is printed too, and its ids
 
 
 def print_samples(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: Prompt,
+    prompt: tuple[str, list[int]],
     options: Mapping[str, Any],
     *,
     as_json: bool,
@@ -40,13 +39,20 @@ def print_samples(
     """Print samples of a prompt: the first as it is generated, then the others.
 
     Args:
+        prompt: its text, which is printed too, and its ids.
         options: of `generation.stream`, without the tokenizer.
         as_json: print one JSON line per sample instead.
         compare: prints the samples instead, when they are complete.
     """
+    # Check the stop strings, and log what is special about the prompt.
     text, ids = prompt
     samples = [Sample() for _ in range(options["num_samples"])]
-    stop = _stops(tokenizer, options["stop"])
+    options = {
+        **options,
+        "stop": _stops(tokenizer, options["stop"]),
+        "tokenizer": tokenizer,
+        "logprobs": as_json,
+    }
     _log_prompt(model, tokenizer, text, ids)
     # The control characters of a text could control the terminal.
     escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
@@ -61,8 +67,7 @@ def print_samples(
     with cpu_threads(decoding_threads(model, len(samples))):
         threads = ThreadBalancer(fixed=model.wte.weight.device.type != "cpu")
         threads.start()
-        settings = {**options, "stop": stop, "tokenizer": tokenizer, "logprobs": as_json}
-        for step in stream(model, ids, **settings):
+        for step in stream(model, ids, **options):
             changes.append(threads.end())
             for i, sample in enumerate(samples):
                 sample.append(step, i)
@@ -135,7 +140,7 @@ def print_score(
 
 def read_prompt(
     tokenizer: Tokenizer, prompt: str | None, file: str | None, settings: Mapping[str, str]
-) -> Prompt:
+) -> tuple[str, list[int]]:
     """Return the prompt given as text, in files or on stdin (`-`), with its ids.
 
     No prompt is the start of a text.

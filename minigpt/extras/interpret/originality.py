@@ -219,8 +219,8 @@ def comparison(
 ) -> Callable[[Sequence[str], Sequence[str], Callable[[str], str]], None] | None:
     """Return a function that prints samples, and to stderr what is new in them.
 
-    Its arguments are what is before each sample, the texts, and a function that escapes a text. Without the corpus,
-    the result is None, with a warning.
+    Its arguments are what is before each sample, the texts, and a function that escapes a text.
+    Without the corpus, the result is None, with a warning.
     """
 
     def print_compared(

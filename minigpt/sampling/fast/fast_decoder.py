@@ -96,13 +96,14 @@ class FastDecoder(Decoder):
         rows = list(range(B, B + num_samples))
         if B + num_samples > self._cache.size(1) or len(window) > self._end:
             self._resize(B + num_samples, len(window))
-        # `_read` sets what is begun here.
+        # Make room for the new rows, which `_read` fills.
         self.windows += [list(window) for _ in rows]
         self._begins += [self._end for _ in rows]
-        self._inputs.last_embeddings = F.pad(
-            self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples)
-        )  # (B, smear, C)
-        self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
+        self._inputs = Cache(
+            [],
+            F.pad(self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples)),  # (B, smear, C)
+            F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples)),  # (B, ngram - 1)
+        )
         self._read([window], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
         self._cache[:, B : B + num_samples, :, : self._begins[B]] = 0

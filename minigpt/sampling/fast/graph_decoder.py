@@ -101,7 +101,7 @@ class _FixedStep:
         x = decoder._fast_model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
         _copy_inputs(after, self.inputs)
         for i, block in enumerate(decoder._fast_model.blocks):
-            slots = _LayerSlots(self.layers[2 * i], self.layers[2 * i + 1], self.slot)
+            slots = _GraphSlots(self.layers[2 * i], self.layers[2 * i + 1], self.slot)
             x = block(x, rotary, slots, mask)  # (B, C)
         return decoder._fast_model.logits(x)  # (B, V)
 
@@ -116,7 +116,7 @@ def _copy_inputs(source: Cache, target: Cache) -> None:
 
 
 @dataclass(slots=True)
-class _LayerSlots:
+class _GraphSlots:
     """The cache of one layer in one step, as `KVCache`."""
 
     k: Tensor  # (B, K, S, D)

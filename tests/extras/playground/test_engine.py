@@ -150,7 +150,9 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
 def test_ids_without_a_token_are_never_drawn():
     model = make(vocab_size=40)
     requests = [
-        SampleRequest([3], 30, SamplingSettings(**each), seed=i) for each in SETTINGS for i in range(3)
+        SampleRequest([3], 30, SamplingSettings(**each), seed=i)
+        for each in SETTINGS
+        for i in range(3)
     ]
     found = serve(model, lambda engine: collect_all(engine, requests))
     assert {token.id for tokens in found for token in tokens} <= Letters.token_bytes.keys()
@@ -255,7 +257,9 @@ def test_nan_logits_end_their_request_alone():
         for temperature, n_top in ((1, 0), (1, None), (0, 0), (0, None)):
             with pytest.raises(RunError, match="NaN"):
                 await collect(
-                    engine.generate(SampleRequest([1, 22], 5, SamplingSettings(temperature), n_top=n_top))
+                    engine.generate(
+                        SampleRequest([1, 22], 5, SamplingSettings(temperature), n_top=n_top)
+                    )
                 )
         with pytest.raises(RunError, match="NaN"):
             await engine.score([1, 22, 3])
@@ -413,7 +417,9 @@ def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone
 
 def test_no_value_of_a_setting_ends_a_request():
     model = make(vocab_size=40)  # of which 17 are no token
-    requests = [SampleRequest([3], 30, SamplingSettings(**each), seed=i) for i, each in enumerate(SETTINGS)]
+    requests = [
+        SampleRequest([3], 30, SamplingSettings(**each), seed=i) for i, each in enumerate(SETTINGS)
+    ]
     requests += [
         SampleRequest([3], 30, SamplingSettings(top_p=1e-320)),
         SampleRequest([3], 30, SamplingSettings(1e300)),
