@@ -187,6 +187,16 @@ def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_
     assert addresses() == before
 
 
+@kinds
+def test_a_sample_that_joins_and_leaves_between_two_steps_changes_no_other(kind: type[FastDecoder]):
+    alone, visited = (kind(make(smear=2, ngram=3), [[1, 2, 3], [4]], 1, 20) for _ in range(2))
+    visited.add([5, 6])
+    visited.drop(2)
+    for token in (7, 8):
+        expected = alone.step(torch.tensor([token, token]))
+        assert_near(visited.step(torch.tensor([token, token])), expected, terms=16)
+
+
 @architectures
 def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[str, Any]):
     text, model = tokens(16), make(**settings)

@@ -57,11 +57,13 @@ class Detokenizer:
             return ""
         last |= self.stopped
         new = self._utf8.decode(self.tokenizer.decode_bytes([token]), last)
+        if not self.stop_strings:
+            return new
+        # Find the end of the text, or hold what may become a stop string.
         text = self.held + new
-        # Of the stop strings that are complete first, the longest.
         ends = [(text.find(s) + len(s), text.find(s)) for s in self.stop_strings if s in text]
         if ends:
-            end, begin = min(ends)
+            end, begin = min(ends)  # of those that are complete first, the longest
             new = text[len(self.held) : end]
             self.held = text[begin:end]
             self.stopped = True
