@@ -249,9 +249,8 @@ class Engine:
         for context, group in groupby(self._waiting[:room], lambda job: job.context):
             unread -= len(context)
             jobs = list(group)
-            longest = max(
-                job.request.length for job in self._running + jobs
-            )  # rows of the cache have equal lengths
+            # Rows of the cache have equal lengths
+            longest = max(job.request.length for job in self._running + jobs)
             most = self.max_cache_bytes // max(1, _cache_bytes(self._decoder, longest))
             room = most - len(self._running)
             if unread < 0 or room <= 0:

@@ -176,7 +176,9 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def sampling(values: Mapping[str, Any]) -> SamplingSettings:
-    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and llama.cpp."""
+    """Return the filters of a request; a top_k of 0 or -1 and a top_p of 0 are none, as in vLLM and
+    llama.cpp.
+    """
     off = {"top_k": max(0, values["top_k"] or 0) or None, "top_p": values["top_p"] or None}
     return SamplingSettings(**{name: values[name] for name in SAMPLING} | off)
 
