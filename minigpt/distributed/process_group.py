@@ -1,6 +1,7 @@
-"""What the ranks that torchrun or srun starts exchange, in one process group from before the data is prepared.
+"""What the ranks that torchrun or srun starts exchange, before the data is prepared and later.
 
-Hosts share a disk. All ranks use the command line of rank 0, and an error of one before training ends all of them.
+Hosts share a disk. All ranks use the command line of rank 0, and an error of one before training
+ends all of them.
 """
 
 import atexit
@@ -19,12 +20,10 @@ from minigpt.utils.ranks import SRUN, TORCHRUN, launcher_sizes, rank_variables
 from minigpt.utils.terminal import warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
-PATIENCE = timedelta(
-    minutes=30
-)  # the same while they prepare the data, and at most while they save
-RESTARTS = (
-    os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-)  # torchrun starts ranks again that fail
+# The same while they prepare the data, and at most while they save
+PATIENCE = timedelta(minutes=30)
+# Whether torchrun starts ranks again that fail
+RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 # Lightning acts on each of them, some of them when it is imported.
 _OF_RANKS = (
     *TORCHRUN,
@@ -33,90 +32,96 @@ _OF_RANKS = (
     "JSM_NAMESPACE_RANK",
     "TORCHELASTIC_USE_AGENT_STORE",
 )
-LOST_RANK = "a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
+LOST_RANK = (
+    "a rank may have ended or lost the network; see the logs of the others, and resume with "
+    "resume=auto"
+)
 _OWN_ERROR = "minigpt/error"  # key in the store of the process group
 
 
 def join_ranks() -> None:
-    """Initialize the process group of the ranks that torchrun or srun started; Lightning uses it too.
+    """Initialize the process group of the ranks that torchrun or srun started.
 
-    In a process alone, variables that some other program has set for ranks are removed.
+    Lightning uses it too. In a process alone, variables that some other program has set for ranks
+    are removed.
 
     Raises:
-        UserError: an environment variable by which ranks are numbered is no integer, or their port is taken.
+        UserError: an environment variable by which ranks are numbered is no integer, or their port
+            is taken.
     """
-    env, names = os.environ, rank_variables()
-    left = [] if names else [name for name in _OF_RANKS if name in env]
-    if left not in (
-        [],
-        ["MASTER_PORT"],
-    ):  # of which the port alone is a choice for Lightning's ranks
-        missing = ", ".join(name for name in TORCHRUN if name not in env)
+    # Remove what another program has left; of it the port alone is a choice for Lightning's ranks.
+    names = rank_variables()
+    left = [name for name in _OF_RANKS if name in os.environ]
+    if not names and left not in ([], ["MASTER_PORT"]):
+        missing = ", ".join(name for name in TORCHRUN if name not in os.environ)
         warn(
-            f"{', '.join(left)} ignored: without {missing} this is a process alone; start ranks with torchrun or srun"
+            f"{', '.join(left)} ignored: without {missing} this is a process alone; "
+            "start ranks with torchrun or srun"
         )
         for name in left:
-            del env[name]
-    for name in (*names[:5], "MASTER_PORT", "SLURM_PROCID"):  # Lightning reads the last one too
+            del os.environ[name]
+    # Check the numbers; Lightning reads that of SLURM too.
+    for name in (*names[:5], "MASTER_PORT", "SLURM_PROCID"):
         require(
             name,
-            env.get(name, "0"),
+            os.environ.get(name, "0"),
             str.isdecimal,
             "an integer ≥ 0",
             "unset this environment variable",
         )
+    # Wait for the other ranks.
     if names == SRUN:
         _set_as_torchrun()
-    if (started := launcher_sizes()) and not _group():
+    started = launcher_sizes()
+    if started and not _group():
         from torch import cuda, distributed
 
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if shares_store and RESTARTS and started[0] > 1:
             warn(
-                "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0"
+                "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the "
+                "host of rank 0"
             )
         backend = "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo"
         try:
             distributed.init_process_group(backend, timeout=START)
         except distributed.DistError as error:
-            raise first_error(
-                RunError(
-                    f"not all ranks started within {START}; see their logs ({error_text(error)})"
-                )
-            ) from error
+            late = f"not all ranks started within {START}; see their logs ({error_text(error)})"
+            raise first_error(RunError(late)) from error
         atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
 
 
 def _set_as_torchrun() -> None:
     env = os.environ
-    rank, size, local_rank, node, nodes = map(env.__getitem__, SRUN[:5])
-    job, step = (int(env.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job = int(env.get("SLURM_JOB_ID", 0))
+    step = int(env.get("SLURM_STEP_ID", 0))
     port = str(15_000 + (job + 1000 * step) % 10_000)  # not that of another step
-    first = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"]).partition(",")[
-        0
-    ]  # a7 of a[7-9],b
+    hosts = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"])  # a7,b of a[7-9],b
+    per_node = int(env["SLURM_STEP_NUM_TASKS"]) // int(env["SLURM_STEP_NUM_NODES"])
     env |= {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": str(int(size) // int(nodes)),
-        "GROUP_RANK": node,
+        "RANK": env["SLURM_PROCID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "GROUP_RANK": env["SLURM_NODEID"],
         "TORCHELASTIC_RUN_ID": "srun",
         "MASTER_PORT": env.get("MASTER_PORT", port),
-        "MASTER_ADDR": env.get("MASTER_ADDR", first),
+        "MASTER_ADDR": env.get("MASTER_ADDR", hosts.partition(",")[0]),
     }
 
 
 @contextmanager
 def own_ranks() -> Iterator[None]:
-    """Restore the variables that a run and Lightning change, and leave the process group of Lightning's ranks."""
+    """Restore the variables that a run and Lightning change; leave Lightning's process group."""
     names = (*_OF_RANKS, "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_ORDER")
     before = {name: os.environ[name] for name in names if name in os.environ}
     given = _group()
     try:
         yield
     finally:
-        if (group := _group()) and not given and not launcher_sizes():
+        group = _group()
+        if group and not given and not launcher_sizes():
             group.destroy_process_group()
         for name in names:
             os.environ.pop(name, None)
@@ -129,9 +134,10 @@ def gather_objects(mine: Any) -> list[Any]:
     Raises:
         RunError: a rank ended or lost its network.
     """
-    if not (group := _group()):
+    group = _group()
+    if not group:
         return [mine]
-    objects: list[Any] = [None] * group.get_world_size()
+    objects = [None] * group.get_world_size()
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
@@ -140,26 +146,26 @@ def gather_objects(mine: Any) -> list[Any]:
 
 
 def first_error(error: Exception) -> Exception:
-    """Return the error that a run on ranks reports: on rank 0, if it lost another rank, the own error of that rank.
+    """Return the error that a run on ranks reports.
 
-    A rank that fails by itself leaves its error in the store of the process group before its connections close.
-    A port of the ranks that rank 0 cannot open is named.
+    On rank 0, if it lost another rank, that is the own error of that rank. A rank that fails by
+    itself leaves its error in the store of the process group before its connections close. A port
+    of the ranks that rank 0 cannot open is named.
     """
     if "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:
         return UserError(
             f"MASTER_PORT must be a free port, got {os.environ['MASTER_PORT']}; "
             "set this environment variable to another one, or unset it"
         )
-    if not (group := _group()) or isinstance(error, RunError):
+    group = _group()
+    if not group or isinstance(error, RunError):
         return error
     lost = isinstance(error, group.DistError) or re.search("gloo|pair closure", str(error))
     store = group.distributed_c10d._get_default_store()
     with suppress(group.DistError):  # the process that holds the store may have ended
         if not lost:
-            store.set(
-                _OWN_ERROR,
-                f"rank {group.get_rank()} on host {platform.node()}: {error_text(error)}",
-            )
+            rank = f"rank {group.get_rank()} on host {platform.node()}"
+            store.set(_OWN_ERROR, f"{rank}: {error_text(error)}")
         elif group.get_rank() == 0 and store.check([_OWN_ERROR]):
             return RunError(store.get(_OWN_ERROR).decode())
     return RunError(f"{error}; {LOST_RANK}") if lost else error
@@ -168,19 +174,21 @@ def first_error(error: Exception) -> Exception:
 @contextmanager
 def shared_errors() -> Iterator[None]:
     """Raise the error of one rank on all of them, with the name of its host."""
-    raised: Exception | None = None
+    raised = None
+    mine = None
     try:
         yield
     except Exception as error:
         raised = error
-    ranks = gather_objects(raised and (platform.node(), error_text(raised), explain(raised)[1]))
-    errors = [error for error in ranks if error]
-    if (
-        raised and len({text for _, text, _ in errors}) == 1 and len(errors) == len(ranks)
-    ):  # the same on all
+        mine = (platform.node(), error_text(error), explain(error)[1])
+    ranks = gather_objects(mine)
+    texts = {each[1] if each else None for each in ranks}
+    if raised and len(texts) == 1:  # the same on all
         raise raised
+    errors = [each for each in ranks if each]
     for host, text, code in errors:
-        shared = (UserError if code == UserError.exit_code else RunError)(f"host {host}: {text}")
+        kind = UserError if code == UserError.exit_code else RunError
+        shared = kind(f"host {host}: {text}")
         shared.of_all_ranks = True
         raise shared from raised
 
@@ -192,10 +200,8 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def _group() -> Any:
-    """Return torch.distributed if this process belongs to a process group; torch may not be imported yet."""
-    distributed = sys.modules.get("torch.distributed")
-    return (
-        distributed
-        if distributed and distributed.is_available() and distributed.is_initialized()
-        else None
-    )
+    # torch.distributed if this process belongs to a process group; torch may not be imported yet.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return distributed
+    return None

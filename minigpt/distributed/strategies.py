@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch import Trainer, strategies
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,11 +15,12 @@ from minigpt.model.gpt import GPT
 from minigpt.training.optim import Muon
 
 
-class DDP(DDPStrategy):
-    """One replica of the model per device; gradients are averaged while the backward pass computes them.
+class DDP(strategies.DDPStrategy):
+    """One replica of the model per device, which average gradients during the backward pass.
 
     Args:
-        compress: send gradients in bfloat16, half the bytes. Lightning's `ddp_comm_hook` acts on GPUs alone.
+        compress: send gradients in bfloat16, half the bytes. Lightning's `ddp_comm_hook` acts on
+            GPUs alone.
     """
 
     def __init__(self, *, compress: bool = False, **options: Any) -> None:
@@ -27,61 +28,59 @@ class DDP(DDPStrategy):
         super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, **options)
         self.compress = compress
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         _share_muon(self.optimizers, Replicas)
 
-    def _setup_model(self, model: Any) -> Any:
-        # A static graph cannot begin with a backward pass that sends nothing, as the first of an accumulation.
+    def _setup_model(self, model: Any) -> torch.nn.parallel.DistributedDataParallel:
+        # A static graph cannot begin with a backward pass that sends nothing, as the first of an
+        # accumulation.
         self._ddp_kwargs["static_graph"] = model.trainer.accumulate_grad_batches == 1
         replica = super()._setup_model(model)
-        if self.compress:  # the lambda passes a check that refuses gloo, which can sum bfloat16 too
-            replica.register_comm_hook(
-                None, lambda state, bucket: bf16_compress_hook(state, bucket)
-            )
+        if self.compress:
+            # The lambda passes a check that refuses gloo, which can sum bfloat16 too.
+            replica.register_comm_hook(None, lambda state, part: bf16_compress_hook(state, part))
         return replica
 
 
-class FSDP(ModelParallelStrategy):
+class FSDP(strategies.ModelParallelStrategy):
     """Weights, gradients and optimizer state sharded over the devices, block by block (FSDP2).
 
     Args:
-        reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again in the
-            backward pass; false: keep them, which takes memory and saves a third of the communication.
+        reshard_after_forward: free the gathered weights of a block after its forward pass and
+            gather them again in the backward pass; false: keep them, which takes memory and saves a
+            third of the communication.
     """
 
     def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
-        super().__init__(
-            save_distributed_checkpoint=False, **options
-        )  # rank 0 gathers and writes it
+        # Rank 0 gathers and writes a checkpoint.
+        super().__init__(save_distributed_checkpoint=False, **options)
         self.reshard_after_forward = reshard_after_forward
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         _share_muon(self.optimizers, Shards)
 
     def shard(self, model: GPT) -> None:
-        """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
-        reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
-            self.precision_plugin.precision
-        )
-        # The sums between blocks keep their precision, as on one device.
-        mixed = MixedPrecisionPolicy(
-            param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        policy = mixed if reduced else MixedPrecisionPolicy()
+        """Shard the parameters of a model in place; gather blocks in the precision of autocast."""
+        policy = MixedPrecisionPolicy()
+        autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+        if self.precision_plugin.precision in autocast:
+            policy = MixedPrecisionPolicy(
+                param_dtype=autocast[self.precision_plugin.precision],
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # sums between blocks stay as on one device
+            )
         for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Gather the weights on rank 0; with one rank they are a copy of its shards, into which an EMA is swapped."""
+    def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
+        # The weights, which rank 0 gathers; one rank copies its shards, as an EMA is swapped there.
         weights = super().lightning_module_state_dict()
-        return (
-            weights
-            if self.world_size > 1
-            else {name: weight.clone() for name, weight in weights.items()}
-        )
+        if self.world_size == 1:
+            weights = {name: weight.clone() for name, weight in weights.items()}
+        return weights
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -92,47 +91,46 @@ class FSDP(ModelParallelStrategy):
         """
         from torch.distributed.checkpoint import state_dict  # slow to import
 
+        # Read the file on rank 0, which has what all load.
         assert self.model is not None
         content: dict[str, Any] = {"state_dict": {}, "optimizer_states": [{}]}
         if self.global_rank == 0:
             content = read_unaveraged(Path(checkpoint_path))
-        (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
-        content["optimizer_states"] = []
         weights = content.pop("state_dict")
+        (state,) = content["optimizer_states"]
+        content["optimizer_states"] = []
+        (optimizer,) = self.optimizers
         if state:
-            # torch loads a weight by its first name alone: not by those of the further uses of a block
+            # Take a weight by its first name alone, as torch does, not by those of the further uses
+            # of a block; and name the parameters of the optimizer, which the file numbers in the
+            # order of the groups, whatever strategy wrote it.
             names = {parameter: name for name, parameter in self.model.named_parameters()}
             weights = {name: weights[name] for name in names.values()}
-            # The numbers of a checkpoint stand in the order of the groups, whatever strategy wrote it
-            numbers = [number for group in state["param_groups"] for number in group["params"]]
-            parameters = [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            name_of = {
-                number: names[parameter]
-                for number, parameter in zip(numbers, parameters, strict=True)
-            }
-            groups = [
-                {**group, "params": list(map(name_of.__getitem__, group["params"]))}
-                for group in state["param_groups"]
-            ]
-            state = {
-                "state": {name_of[number]: each for number, each in state["state"].items()},
-                "param_groups": groups,
-            }
+            name_of: dict[int, str] = {}
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group_names = [names[parameter] for parameter in group["params"]]
+                name_of.update(zip(saved["params"], group_names, strict=True))
+                saved["params"] = group_names
+            state["state"] = {name_of[number]: each for number, each in state["state"].items()}
+        # Scatter the state, and send the rest.
         options = state_dict.StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, strict=False
+            full_state_dict=True,
+            broadcast_from_rank0=True,
+            strict=False,
         )
         state_dict.set_model_state_dict(self.model, weights, options=options)
         state_dict.set_optimizer_state_dict(
-            self.model, optimizer, optim_state_dict=state, options=options
+            self.model,
+            optimizer,
+            optim_state_dict=state,
+            options=options,
         )
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]
 
 
-def _share_muon(optimizers: list[Any], kind: type[Replicas | Shards]) -> None:
+def _share_muon(optimizers: list[torch.optim.Optimizer], kind: type[Replicas | Shards]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, Muon):
             assert distributed.group.WORLD is not None

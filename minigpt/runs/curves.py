@@ -3,7 +3,6 @@
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from minigpt.runs.callbacks.samples import only_a_warning
 from minigpt.runs.metrics_csv import read_metrics
@@ -12,39 +11,31 @@ from minigpt.utils.terminal import notebook, sanitize_line
 
 
 @only_a_warning(f"{CURVES} was not written")
-def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
-    """Plot the losses and the learning rate of a run folder over optimizer steps, and mark the best of its summary.
+def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
+    """Plot the losses and the learning rate of a run folder over optimizer steps.
 
-    A notebook shows the plot where the training of this cell has an output for it. An error is only a warning.
+    The best loss of the summary is marked. A notebook shows the plot where the training of this
+    cell has an output for it. An error is only a warning.
     """
     from matplotlib.figure import Figure
 
-    columns = {
-        name: list(zip(*points, strict=True))
-        for name, points in read_metrics(folder / METRICS).items()
-    }
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    styles: dict[str, dict[str, Any]] = {
-        "train_loss": {"color": "tab:blue", "alpha": 0.6, "linewidth": 1, "label": "train"},
-        "val_loss": {"color": "tab:orange", "marker": "o", "markersize": 4, "label": "validation"},
-        "learning_rate": {"color": "tab:green", "linewidth": 1},
-    }
-    for name in filter(columns.__contains__, styles):
-        (rates if name == "learning_rate" else losses).plot(*columns[name], **styles[name])
-    if (best := summary.get("best_val_loss")) is not None:
-        losses.plot(
-            summary["best_step"],
-            best,
-            "*",
-            color="tab:red",
-            markersize=10,
-            label=f"best {best:.4f}",
-        )
-    losses.set(
-        ylabel="loss (nats per token)",
-        title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate",
+    styles = (
+        (losses, "train_loss", "-", {"c": "tab:blue", "alpha": 0.6, "lw": 1, "label": "train"}),
+        (losses, "val_loss", "-o", {"c": "tab:orange", "ms": 4, "label": "validation"}),
+        (rates, "learning_rate", "-", {"c": "tab:green", "lw": 1}),
     )
+    metrics = read_metrics(folder / METRICS)
+    for axes, name, line, style in styles:
+        if name in metrics:
+            axes.plot(*zip(*metrics[name], strict=True), line, **style)
+    best = summary.get("best_val_loss")
+    if best is not None:
+        label = f"best {best:.4f}"
+        losses.plot(summary["best_step"], best, "*", color="tab:red", markersize=10, label=label)
+    name = sanitize_line(folder.resolve().name)
+    losses.set(ylabel="loss (nats per token)", title=f"{name}: loss and learning rate")
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

@@ -1,7 +1,7 @@
-"""Workarounds for Lightning and torch, for the start of several processes and for the C library, with their reasons.
+"""Workarounds for Lightning and torch, for the start of several processes and for the C library.
 
-Checked against Lightning 2.6.6, torch 2.13, glibc 2.36 and Linux 6. Nothing heavy is imported here, because
-`fast_imports` comes before Lightning.
+Each has its reason. Checked against Lightning 2.6.6, torch 2.13, glibc 2.36 and Linux 6. Nothing
+heavy is imported here, because `fast_imports` comes before Lightning.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -20,23 +20,19 @@ from typing import Any
 from minigpt.utils.errors import require
 from minigpt.utils.ranks import RANK_ZERO_PID, is_rank_zero
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_PR_SET_PDEATHSIG = 1  # of prctl.h
-
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection, and torchmetrics without its optional packages.
+    """Import in 0.6 of the time: without garbage collection and the optional parts of torchmetrics.
 
-    The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
+    The plots of torchmetrics, which minigpt does not use, cannot be made in this process.
     """
     gc.disable()
     try:
+        # It would import transformers, matplotlib and scipy, for metrics of no run.
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
-        optional.available = (
-            False  # torchmetrics would import transformers and matplotlib, for metrics of no run
-        )
-        scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # and scipy.signal
+        optional.available = False
+        scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # not importable
         try:
             import_module("torchmetrics")
         finally:
@@ -50,45 +46,8 @@ def fast_imports() -> Iterator[None]:
         gc.enable()
 
 
-def fix_loop_state(checkpoint: dict[str, Any]) -> None:
-    """Correct the loop counters of a checkpoint before Lightning restores them.
-
-    A run is one epoch of max_steps, so with a larger max_steps the last batch of the checkpoint is not the last any
-    more. A validation that was due and unfinished restarts at its first batch if its counters are those of a start.
-    """
-    loops = checkpoint["loops"]["fit_loop"]
-    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
-    if checkpoint.get("validation_due"):
-        started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-        for counters in ("total", "current"):
-            loops["epoch_loop.val_loop.batch_progress"][counters] |= started
-
-
-def is_resume_error(error: Exception) -> bool:
-    """Whether an error is that of Lightning or torch with an unsuitable checkpoint; memory and network are others."""
-    wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
-    return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
-
-
-def unscale_before_clipping(optimizer: Any) -> Any:
-    """Make Lightning unscale gradients of precision 16-mixed before clipping; a fused step would do it afterwards."""
-    optimizer._step_supports_amp_scaling = False
-    return optimizer
-
-
-def number_by_step(trainer: Any) -> None:
-    """Number what callbacks log by optimizer step, as the other metrics; Lightning counts from 0, or batches."""
-    log = trainer._logger_connector.log_metrics
-    trainer._logger_connector.log_metrics = lambda metrics, step=None: log(
-        {
-            name: value for name, value in metrics.items() if name != "step"
-        },  # with which a callback would set it
-        trainer.global_step,
-    )
-
-
 def set_up_process() -> None:
-    """Silence Lightning, keep freed memory, and use TensorFloat-32 for matrix products that stay in fp32 on a GPU."""
+    """Silence Lightning, keep freed memory, and use TensorFloat-32 for fp32 products on a GPU."""
     import torch
 
     # Lightning's advice is for authors of training loops; but model summaries and profiles are not.
@@ -100,16 +59,65 @@ def set_up_process() -> None:
     # The next step allocates as much again. By default glibc returns activations to the system, and
     # each step faults a thousand pages in: 5 % of a step of the smallest model on a CPU.
     if platform.libc_ver()[0] == "glibc":
-        for threshold in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        for threshold in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
             ctypes.CDLL(None).mallopt(threshold, 1 << 30)
     torch.backends.cuda.matmul.allow_tf32 = True
 
 
-@contextmanager
-def end_with_rank_zero(launcher: Any) -> Iterator[None]:
-    """Make the system kill the ranks that rank 0 starts in this context when rank 0 ends for any reason.
+def is_optimizer_step(trainer: Any, batch_idx: int) -> bool:
+    """Whether a batch ends an optimizer step; Lightning calls its hooks for all that accumulate."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
-    Gloo and NCCL notice at the next collective, but a rank that waits in the rendezvous waits for half an hour.
+
+def fix_loop_state(checkpoint: Mapping[str, Any]) -> None:
+    """Correct the loop counters of a checkpoint before Lightning restores them.
+
+    A run is one epoch of max_steps, so with a larger max_steps the last batch of the checkpoint is
+    not the last any more. A validation that was due and unfinished restarts at its first batch if
+    its counters are those of a start.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+    if checkpoint.get("validation_due"):
+        started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+        for counters in ("total", "current"):
+            loops["epoch_loop.val_loop.batch_progress"][counters] |= started
+
+
+def is_resume_error(error: Exception) -> bool:
+    """Whether an error is that of Lightning or torch with an unsuitable checkpoint.
+
+    Errors of memory and network are others.
+    """
+    wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
+    return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
+
+
+def unscale_before_clipping(optimizer: Any) -> Any:
+    """Make Lightning unscale gradients of 16-mixed before clipping; a fused step does it after."""
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
+
+
+def number_by_step(trainer: Any) -> None:
+    """Number what callbacks log by optimizer step, as the other metrics.
+
+    Lightning counts from 0, or batches, and takes the number from a metric named step.
+    """
+    log = trainer._logger_connector.log_metrics
+
+    def log_by_step(metrics: Mapping[str, object], step: int | None = None) -> None:
+        log({name: each for name, each in metrics.items() if name != "step"}, trainer.global_step)
+
+    trainer._logger_connector.log_metrics = log_by_step
+
+
+@contextmanager
+def end_with_rank_zero(launcher: object) -> Iterator[None]:
+    """Make the system kill the ranks that rank 0 starts in this context when rank 0 ends.
+
+    Gloo and NCCL notice at the next collective, but a rank that waits in the rendezvous waits for
+    half an hour.
 
     Args:
         launcher: Lightning's, of the ranks.
@@ -117,32 +125,30 @@ def end_with_rank_zero(launcher: Any) -> Iterator[None]:
     if is_rank_zero():
         os.environ[RANK_ZERO_PID] = str(os.getpid())  # inherited by the other ranks
     elif sys.platform == "linux" and RANK_ZERO_PID in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl.h
         if os.environ[RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
             os._exit(1)
     try:
         yield
     except BaseException:
-        processes: list[Any] = getattr(launcher, "procs", [])
+        processes = getattr(launcher, "procs", [])
         while processes:
             processes.pop().kill()
         raise
     finally:
-        getattr(
-            launcher, "procs", []
-        ).clear()  # or Lightning kills this process when one of them fails
+        # Lightning kills this process when one of those in its list fails.
+        getattr(launcher, "procs", []).clear()
         if is_rank_zero():
-            os.environ.pop(
-                RANK_ZERO_PID, None
-            )  # other processes that start from here are not ranks
+            os.environ.pop(RANK_ZERO_PID, None)  # other processes that start here are not ranks
 
 
 def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) -> None:
-    """Let Lightning start ranks that call `train`, and not the program of the user, until a stack closes.
+    """Let Lightning start ranks that call `train`, and not the program of the user.
 
     Args:
         overrides: of the ranks.
         composed: their configuration as YAML.
+        stack: undoes it when it closes.
     """
     launchers: Any = import_module("lightning.pytorch.strategies.launchers.subprocess_script")
     program = (
@@ -151,7 +157,7 @@ def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) 
     )
     stack.callback(setattr, launchers, "_hydra_subprocess_cmd", launchers._hydra_subprocess_cmd)
 
-    def start(local_rank: int) -> tuple[list[str], None]:
+    def rank_command(local_rank: int) -> tuple[list[str], None]:
         require(
             "_target_",
             "__main__",
@@ -161,4 +167,4 @@ def start_ranks_with(overrides: Sequence[str], composed: str, stack: ExitStack) 
         )
         return [sys.executable, "-c", program], None
 
-    launchers._hydra_subprocess_cmd = start
+    launchers._hydra_subprocess_cmd = rank_command

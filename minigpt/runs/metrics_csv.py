@@ -1,4 +1,7 @@
-"""The file `metrics.csv` of a run: one row per measurement, on disk at once, so that a killed run keeps its metrics."""
+"""The file `metrics.csv` of a run: one row per measurement.
+
+A row is on disk at once, so that a killed run keeps its metrics.
+"""
 
 import csv
 import os
@@ -15,7 +18,7 @@ _COLUMNS = (
 
 
 def append_metrics(file: Path, metrics: Mapping[str, float], step: int | None) -> None:
-    """Append a row; a metric of another callback, outside `_COLUMNS`, gets a column when it first appears."""
+    """Append a row; a metric outside `_COLUMNS`, of a callback, gets a column when it is new."""
     row = {"step": step, **metrics}
     if not file.exists():
         _write_rows(file, dict.fromkeys([*_COLUMNS, *metrics]), [row])
@@ -37,10 +40,11 @@ def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
     """
     columns: dict[str, list[tuple[int, float]]] = {}
     for row in _read_rows(file)[1]:
-        if (parsed := _parse(row)) is None:
+        metrics = _parse(row)
+        if not metrics:
             raise ValueError(f"a row is not a measurement: {','.join(map(str, row.values()))}")
-        for name, value in parsed[1].items():
-            columns.setdefault(name, []).append((parsed[0], value))
+        for name, value in metrics.items():
+            columns.setdefault(name, []).append((int(row["step"]), value))
     return columns
 
 
@@ -50,14 +54,15 @@ def truncate_metrics(file: Path, step: int) -> None:
     valid = [row for row in rows if _parse(row)]
     if len(valid) < len(rows):
         warn(f"{file} is damaged; {len(rows) - len(valid)} of its rows are dropped")
-    if kept := [row for row in valid if int(row["step"]) <= step]:
+    kept = [row for row in valid if int(row["step"]) <= step]
+    if kept:
         _write_rows(file, names, kept)
     else:
         file.unlink()
 
 
 def _read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Read the column names and the rows of `metrics.csv`; an incomplete last line, of a killed run, is ignored."""
+    # The column names and the rows; an incomplete last line, of a killed run, is ignored.
     with open(file, newline="\n", encoding="utf-8", errors="replace") as opened:
         lines = (line for line in opened if line.endswith("\n"))
         names = next(csv.reader(lines), [])
@@ -72,16 +77,11 @@ def _write_rows(file: Path, names: Collection[str], rows: Iterable[Mapping[str, 
         writer.writerows(rows)
 
 
-def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
-    """Return the step and the metrics of a row; None if the row is damaged."""
+def _parse(row: dict[str, str]) -> dict[str, float]:
+    # The metrics of a row; none if it is damaged: one that is too short or too long has None as a
+    # value or a name.
     try:
-        metrics = {
-            name: float(value) for name, value in row.items() if name != "step" and value != ""
-        }
-        return (int(row["step"]), metrics) if metrics else None
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # a row that is too short or too long has None as a value or a name
-        return None
+        int(row["step"])
+        return {name: float(each) for name, each in row.items() if name != "step" and each != ""}
+    except (KeyError, TypeError, ValueError):
+        return {}

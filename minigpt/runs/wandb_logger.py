@@ -1,4 +1,7 @@
-"""Weights & Biases: online with a key and a server that answers, else offline, and never a reason to stop a run."""
+"""Weights & Biases: online with a key and a server that answers, else offline.
+
+It is never a reason to stop a run.
+"""
 
 import glob
 import inspect
@@ -34,38 +37,36 @@ class Wandb(WandbLogger):
     lost = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        with self.ignore_lost_client():
+        with self._ignore_lost_client():
             super().log_metrics(metrics, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        with self.ignore_lost_client():
+        with self._ignore_lost_client():
             super().log_hyperparams(*args, **kwargs)
 
     def log_html(self, name: str, text: str) -> None:
-        """Log a text as HTML, because tables and artifacts make the client wait for the server."""
+        # Tables and artifacts would make the client wait for the server.
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
 
-    def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
+    def finish(self, summary: Mapping[str, object], exit_code: int = 0) -> None:
         """Send the summary and end the run, which the next job of a sweep would reuse otherwise.
 
-        W&B shows a run as finished or failed by the exit code, and as preempted if it will be requeued.
+        W&B shows a run as finished or failed by the exit code, and as preempted if it will be
+        requeued.
         """
-        with self.ignore_lost_client():
+        with self._ignore_lost_client():
             self.experiment.summary.update(dict(summary))
             if exit_code == REQUEUE_EXIT_CODE:
                 self.experiment.mark_preempting()
             self.experiment.finish(exit_code)
         # Else wandb would connect to its client at exit. A run of the user would end, too.
-        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= {
-            None,
-            self.experiment,
-        }:
+        ours = {None, self.experiment}
+        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= ours:
             with suppress(Exception):
                 wandb.teardown()
 
     @contextmanager
-    def ignore_lost_client(self) -> Iterator[None]:
-        """Turn any error into one warning per run."""
+    def _ignore_lost_client(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # its type depends on how the client ended
@@ -81,17 +82,19 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
 
     Args:
         timeout: seconds that training waits for the server at most.
-        options: of `wandb.init`. Those that are None are as W&B's variables and settings files say, if they do.
+        options: of `wandb.init`. Those that are None are as W&B's variables and settings files say,
+            if they do.
 
     Raises:
         UserError: an option is unknown, or W&B cannot start, not even offline.
     """
     if not is_rank_zero():
         return None
-    for name in [
-        name for name, value in os.environ.items() if name.startswith("WANDB_") and not value
-    ]:
-        del os.environ[name]  # W&B would take an empty variable for a value
+    # W&B would take an empty variable for a value.
+    for name, value in dict(os.environ).items():
+        if name.startswith("WANDB_") and not value:
+            del os.environ[name]
+    # Check the options.
     known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
         raise UserError(
@@ -103,45 +106,47 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
         options.get("mode") or os.environ.get("WANDB_MODE") or None,
         *or_null(one_of(("online", "offline", "disabled", "shared"))),
     )
-    if "WANDB_SERVICE" not in os.environ:  # of a client that runs
-        # Its error reports wait for an unresponsive server, for 20 s at exit.
+    # W&B's error reports wait for an unresponsive server, for 20 s at exit. A client may run.
+    if "WANDB_SERVICE" not in os.environ:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # Start the run.
     folder = Path(os.path.abspath(folder))  # wandb's own process can have another working directory
     try:
         active = wandb.run or wandb.setup().most_recent_active_run  # of the user, in this process
         settings = _settings(folder, timeout, active, options)
         if settings.mode == "disabled":  # wandb would end the global run of the user
             return None
-        run = _start(settings, active, options)
+        wandb_run = _start(settings, active, options)
     except Exception as error:  # of wandb, of pydantic, of wandb's own process
         raise UserError(f"Weights & Biases cannot start: {' '.join(str(error).split())}") from error
     with suppress(OSError):  # wandb writes elsewhere if it cannot write here
         (folder / _FOLDER).write_bytes(os.fsencode(folder.resolve()))
-    if run.offline:
+    if wandb_run.offline:
         log(f"Weights & Biases is offline; upload later with: {sync_command(short_path(folder))}")
-    run.define_metric("*", step_metric="trainer/global_step")
-    return Wandb(experiment=run)
+    wandb_run.define_metric("*", step_metric="trainer/global_step")
+    return Wandb(experiment=wandb_run)
 
 
-def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]) -> Any:
-    """Return W&B's settings for a run folder: minigpt's defaults, replaced by W&B's files, its variables, `options`.
+def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]) -> wandb.Settings:
+    """Return W&B's settings for a run folder.
+
+    They are minigpt's defaults, replaced by W&B's files, its variables, and `options`.
 
     Args:
         active: a run of the user that continues, if any.
         options: those that are settings are taken out.
     """
     session = wandb.setup().settings  # of files, and of variables as they were when W&B started
-    has_key = any(
-        (
-            os.environ.get("WANDB_API_KEY"),
-            session.api_key,
-            session.identity_token_file,
-            requests.utils.get_netrc_auth(session.base_url),
-        )
+    keys = (
+        os.environ.get("WANDB_API_KEY"),
+        session.api_key,
+        session.identity_token_file,
+        requests.utils.get_netrc_auth(session.base_url),
     )
+    is_offline = not any(keys) or (active and active.offline)
     sweep = next((each for each in (folder, folder.parent) if (each / PLAN).exists()), None)
     settings = wandb.Settings(
-        mode="online" if has_key and not (active and active.offline) else "offline",
+        mode="offline" if is_offline else "online",
         project="minigpt",
         run_name=folder.name,
         run_group=sweep.name if sweep else None,
@@ -152,66 +157,55 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
     )
     settings.update_from_settings(session)
     # The key would replace that of a login of the user.
-    settings.update_from_env_vars(
-        {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
-    )
-    is_taken = active and active.id == settings.run_id  # that of WANDB_RUN_ID
-    settings.update_from_dict(  # without those that are None
-        {
-            "mode": options.pop("mode", None),
-            "run_id": str(
-                options.pop("id", None) or (token_hex(4) if is_taken else settings.run_id)
-            ),
-            "run_tags": options.pop("tags", None),
-            "init_timeout": 0.3 * timeout,
-            "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
-            "finish_timeout": timeout,
-            "root_dir": str(folder),
-            "use_dot_wandb": False,
-            "reinit": "create_new" if active else "default",
-        }
-    )
+    variables = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    settings.update_from_env_vars(variables)
+    # The id can be that of the active run: the id of WANDB_RUN_ID.
+    run_id = token_hex(4) if active and active.id == settings.run_id else settings.run_id
+    given = {
+        "mode": options.pop("mode", None),
+        "run_id": str(options.pop("id", None) or run_id),
+        "run_tags": options.pop("tags", None),
+        "init_timeout": 0.3 * timeout,
+        "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
+        "finish_timeout": timeout,
+        "root_dir": str(folder),
+        "use_dot_wandb": False,
+        "reinit": "create_new" if active else "default",
+    }
+    settings.update_from_dict(given)  # without those that are None
     if sweep:
-        settings.run_tags = (
-            *(settings.run_tags or ()),
-            "sweep",
-            *(("summary",) if sweep == folder else ()),
-        )
+        kinds = ("sweep", "summary") if sweep == folder else ("sweep",)
+        settings.run_tags = (*(settings.run_tags or ()), *kinds)
     return settings
 
 
 def _own_id(folder: Path) -> str | None:
-    """Return the id of the W&B run in a folder; None if it has none, or if the folder is a copy of one with that id.
+    """Return the id of the W&B run in a folder; None if it has none, or is a copy of another.
 
-    A folder that was moved keeps its id, on another host too. The parts of the run in a copy are marked as uploaded,
-    because they belong to the original.
+    A folder that was moved keeps its id, on another host too. The parts of the run in a copy are
+    marked as uploaded, because they belong to the original.
     """
-    # In the order of their start
-    parts = sorted(
-        folder.glob("wandb/*run-*/run-*.wandb"),
-        key=lambda part: part.parent.name.removeprefix("offline-"),
-    )
-    run_id = parts[-1].stem.removeprefix("run-") if parts else None
+    parts = list(folder.glob("wandb/*run-*/run-*.wandb"))
+    if not parts:
+        return None
+    parts.sort(key=lambda part: part.parent.name.removeprefix("offline-"))  # as they started
     record = folder / _FOLDER
     original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
-    is_copy = (
-        os.path.isdir(original)
-        and not original.samefile(folder)
-        and any(original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}"))
-    )
-    for part in parts if is_copy else ():
+    of_original = original.glob(f"wandb/*run-*/{glob.escape(parts[-1].name)}")
+    is_moved = not os.path.isdir(original) or original.samefile(folder)
+    if is_moved or not any(of_original):
+        return parts[-1].stem.removeprefix("run-")
+    for part in parts:
         part.with_suffix(".wandb.synced").touch()
-    return None if is_copy else run_id
+    return None
 
 
-def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
-    """Start a W&B run; offline if no server answers, or if the key is wrong."""
-    wandb.termsetup(
-        settings, None
-    )  # silent, but only here; the variable would silence runs of the user
+def _start(settings: wandb.Settings, active: object, options: Mapping[str, Any]) -> wandb.Run:
+    # Silent, but only here; the variable would silence runs of the user.
+    wandb.termsetup(settings, None)
     try:
         return wandb.init(settings=settings, **options)
-    except wandb.errors.Error:
+    except wandb.errors.Error:  # no server answers, or the key is wrong
         if settings.mode == "offline":
             raise
         settings.mode = "offline"
@@ -226,7 +220,7 @@ def _start(settings: Any, active: Any, options: Mapping[str, Any]) -> Any:
 
 
 def sync_command(folder: Path) -> str:
-    """Return the command that uploads all offline parts of a run, or of the runs of a sweep, in their order."""
+    """Return the command that uploads the offline parts of a run, or of a sweep, in their order."""
     start = shell_quote(str(folder))
     jobs = f" {start}/*/wandb" if (folder / PLAN).exists() else ""
     return f"wandb sync {start}/wandb{jobs}"

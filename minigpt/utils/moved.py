@@ -8,6 +8,7 @@ MOVED = {
     "minigpt.schedules.constant": "minigpt.training.schedules.constant",
     "minigpt.schedules.cosine": "minigpt.training.schedules.cosine",
     "minigpt.schedules.linear": "minigpt.training.schedules.linear",
+    "minigpt.runs.callbacks.samples.Samples": "minigpt.runs.callbacks.samples.SamplesCallback",
 }
 
 

@@ -284,7 +284,7 @@ def final_originality(
         By the name of the text, the shares of new n-grams and the longest match; None, with a
         warning, if that fails.
     """
-    from minigpt.runs.callbacks.samples import draw, only_a_warning  # imports Lightning
+    from minigpt.runs.callbacks.samples import draw_samples, only_a_warning  # imports Lightning
 
     with only_a_warning("the originality of the text is not known"):
         end, tokenizer = time.perf_counter() + seconds, corpus.tokenizer
@@ -301,7 +301,7 @@ def final_originality(
         per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
         drawn, missing = list[str](), characters
         while missing > 0 and (left := end - time.perf_counter()) > 0:
-            group = draw(
+            group = draw_samples(
                 model,
                 tokenizer,
                 tokenizer.start,

@@ -1,7 +1,6 @@
 """The callback that sets how long the ranks of a training wait for each other."""
 
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as L
 
@@ -11,22 +10,18 @@ SAVED_BYTES_PER_SECOND = 1e6  # of a slow disk or network, while the other ranks
 
 
 class CollectiveTimeout(L.Callback):
-    """Wait up to `seconds` in a training step, and longer while a checkpoint is saved, by its size."""
+    """Wait up to `seconds` in a step, and longer while a checkpoint is saved, by its size."""
 
     def __init__(self, seconds: float) -> None:
         self.timeout = timedelta(seconds=seconds)
 
     def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
+        self, trainer: object, pl_module: L.LightningModule, checkpoint: object
     ) -> None:
-        n_bytes = (
-            4 * 4 * sum(p.numel() for p in pl_module.parameters())
-        )  # weights, their averages, two moments
-        set_timeout(
-            min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND))
-        )
+        # The weights, their averages and two moments, each of 4 bytes
+        n_bytes = 4 * 4 * sum(p.numel() for p in pl_module.parameters())
+        saving = timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND)
+        set_timeout(min(PATIENCE, self.timeout + saving))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: object, **__: object) -> None:
         set_timeout(self.timeout)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -13,7 +13,7 @@ from minigpt.utils.terminal import notebook
 
 
 class Progress:
-    """Show the last losses and the speed: a bar on a terminal, one line per validation elsewhere and in `log.txt`.
+    """Show the last losses and the speed: a bar on a terminal, else one line per validation.
 
     A notebook shows the curves too, which each validation updates.
     """
@@ -26,37 +26,38 @@ class Progress:
                 {"text/html": ""},
                 transient={"display_id": f"{folder} {kernel.shell.execution_count}"},
             )
-        self.bar: tqdm[Any] = tqdm(
+        self.bar: tqdm[NoReturn] = tqdm(  # without iterating
+
             total=max_steps,
             initial=step,  # of a run that resumes
             disable=not (sys.stderr.isatty() or notebook()),
             delay=1e-3,  # appears with the first metrics
-            miniters=0,  # any update draws it again, at most ten times per second
+            miniters=0,  # any update prints it again, at most ten times per second
             dynamic_ncols=True,
             bar_format="{n_fmt}/{total_fmt} steps {bar} {desc} {remaining} left",
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if "train_loss" in metrics:
-            self.fields |= {
-                "loss": f"loss {metrics['train_loss']:.3f}",
-                "speed": f"{metrics['tokens_per_second']:,.0f} tokens/s",
-            }
+            self.fields["loss"] = f"loss {metrics['train_loss']:.3f}"
+            self.fields["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
-            append_log(
-                self.folder,
-                f"step {step}/{self.bar.total}  {self._line()}",
-                show=bool(self.bar.disable),
-            )
+            line = f"step {step}/{self.bar.total}  {self._text()}"
+            append_log(self.folder, line, show=bool(self.bar.disable))
             if notebook():
                 plot_curves(self.folder)
-        self.bar.set_description_str(self._line(), refresh=False)
+        self.bar.set_description_str(self._text(), refresh=False)
         self.bar.update(step - self.bar.n)
 
     def log_validation(self, batch: int, batches: int) -> None:
-        self.bar.set_description_str(self._line(f"validating {batch}/{batches}"), refresh=False)
+        text = self._text(f"validating {batch}/{batches}")
+        self.bar.set_description_str(text, refresh=False)
         self.bar.update(0)
 
-    def _line(self, *more: str) -> str:
+    def print(self, line: str) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):  # beside the bar
+            append_log(self.folder, line)
+
+    def _text(self, *more: str) -> str:
         return ", ".join(filter(None, (*self.fields.values(), *more)))

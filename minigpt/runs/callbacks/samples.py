@@ -1,7 +1,7 @@
 """A sample at every validation, and the final sample of a run.
 
-The callback runs before the checkpoint is saved, so that a resumed run neither lacks nor repeats an output. All ranks
-compute it, because they gather sharded weights together; rank 0 writes it.
+The callback runs before the checkpoint is saved, so that a resumed run neither lacks nor repeats an
+output. All ranks compute it, because they gather sharded weights together; rank 0 writes it.
 """
 
 import time
@@ -23,31 +23,31 @@ from minigpt.sampling.settings import check_settings
 from minigpt.utils.cli import error_text
 from minigpt.utils.terminal import unescape, warn
 
-DRAWN_SHARE = 0.01  # tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
+# Tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
+DRAWN_SHARE = 0.01
 
 
-class Samples(L.Callback):
+class SamplesCallback(L.Callback):
     """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
 
     Args:
-        max_new_tokens: None is 200, or fewer in a short training: `DRAWN_SHARE` of the tokens between validations.
+        max_new_tokens: None is 200, or fewer in a short training: `DRAWN_SHARE` of the tokens
+            between validations.
         settings: of `generate`: temperature, top_k, seed.
     """
 
     def __init__(self, *, prompt: str, max_new_tokens: int | None, **settings: Any) -> None:
-        self.prompt, self.max_new_tokens, self.settings = unescape(prompt), max_new_tokens, settings
+        self.prompt = unescape(prompt)
         given = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        check_settings(key=lambda name: f"callbacks.samples.{name}", **given, **settings)
+        self.settings: dict[str, Any] = given | settings
+        check_settings(key=lambda name: f"callbacks.samples.{name}", **self.settings)
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
-        encode_prompt(
-            self.tokenizer, self.prompt
-        )  # a character that the tokenizer lacks is an error before training
-        trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch  # type: ignore[attr-defined]
-        self.settings["max_new_tokens"] = self.max_new_tokens or max(
-            16, min(200, int(trained * DRAWN_SHARE))
-        )
+    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
+        self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer
+        # A character that the tokenizer lacks is an error before training.
+        encode_prompt(self.tokenizer, self.prompt)
+        trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch
+        self.settings.setdefault("max_new_tokens", max(16, min(200, int(trained * DRAWN_SHARE))))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
@@ -62,12 +62,18 @@ class Samples(L.Callback):
 def sample_text(
     model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any
 ) -> str:
-    """Return a prompt and one continuation of it, as `draw` does."""
-    (drawn,) = draw(model, tokenizer, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)
-    return prompt + drawn.text
+    """Return a prompt and one continuation of it, as `draw_samples` does."""
+    (sample,) = draw_samples(
+        model,
+        tokenizer,
+        encode_prompt(tokenizer, prompt),
+        seconds=seconds,
+        **settings,
+    )
+    return prompt + sample.text
 
 
-def draw(
+def draw_samples(
     model: GPT,
     tokenizer: Tokenizer,
     prompt: Any,
@@ -80,14 +86,12 @@ def draw(
 
     A sample ends with its document, as those of sample.py.
     """
-    end, samples, mode = (
-        time.perf_counter() + seconds,
-        list[Sample](),
-        torch.get_deterministic_debug_mode(),
-    )
+    end = time.perf_counter() + seconds
+    samples: list[Sample] = []
+    mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
-        steps: Any = stream(
+        steps = stream(
             model,
             torch.as_tensor(prompt).long(),
             max_new_tokens=max_new_tokens,
@@ -95,11 +99,15 @@ def draw(
             stop=tokenizer.end_ids,
             **settings,
         )
-        hidden = (
-            True if seconds == inf else None
-        )  # beside the bar of the training, and unless on a terminal
+        # No bar beside that of the training; without a limit of time it is beside one.
+        hidden = True if seconds == inf else None  # None: unless on a terminal
         for step in tqdm(
-            steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"
+            steps,
+            "sampling",
+            max_new_tokens,
+            leave=False,
+            disable=hidden,
+            unit=" tokens",
         ):
             samples = samples or [Sample() for _ in step.tokens]
             for i, sample in enumerate(samples):
@@ -127,4 +135,5 @@ def wandb_loggers(trainer: L.Trainer) -> list[Any]:
 
 def title(trainer: L.Trainer) -> str:
     """Return the step and the validation loss."""
-    return f"step {trainer.global_step}, validation loss {float(trainer.callback_metrics['val_loss']):.4f}"
+    loss = float(trainer.callback_metrics["val_loss"])
+    return f"step {trainer.global_step}, validation loss {loss:.4f}"

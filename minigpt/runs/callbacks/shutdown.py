@@ -4,12 +4,12 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import lightning.pytorch as L
 import torch
 
 from minigpt.checkpoints.find import LAST
+from minigpt.runs.lightning_workarounds import is_optimizer_step
 from minigpt.utils.signals import (
     END_SIGNALS,
     HANGUP_SIGNAL,
@@ -20,33 +20,35 @@ from minigpt.utils.signals import (
 
 
 class GracefulShutdown(L.Callback):
-    """On a signal: finish the step, save `last.safetensors`, raise `Interrupted`. A second signal ends at once.
+    """On a signal: finish the step, save `last.safetensors`, raise `Interrupted`.
 
-    Several ranks exchange signals every `sync_every` optimizer steps.
+    A second signal ends at once. Several ranks exchange signals every `sync_every` optimizer steps.
     """
 
     def __init__(self, *, sync_every: int) -> None:
         self.sync_every = sync_every
         self.received: int | None = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Replace the handlers; Lightning restores those from before the training when it ends."""
-        in_main = threading.current_thread() is threading.main_thread()
-        for signum in (
-            END_SIGNALS if in_main else ()
-        ):  # but not one that is ignored, or that submitit handles
-            if signal.getsignal(signum) != signal.SIG_IGN and (
-                signum != REQUEUE_SIGNAL
-                or signal.getsignal(signum) in (signal.SIG_DFL, raise_interrupted)
-            ):
+    def on_train_start(self, trainer: object, pl_module: object) -> None:
+        # Lightning restores the handlers from before the training when it ends.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for signum in END_SIGNALS:
+            handler = signal.getsignal(signum)
+            ours = handler in (signal.SIG_DFL, raise_interrupted)
+            # Not one that is ignored, or that submitit handles
+            if handler != signal.SIG_IGN and (ours or signum != REQUEUE_SIGNAL):
                 signal.signal(signum, self._receive)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
-        if (
-            batch_idx + 1
-        ) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients
+        if not is_optimizer_step(trainer, batch_idx):  # a checkpoint holds no accumulated gradients
             return
         if trainer.world_size == 1:
             self._end(trainer, self.received)
@@ -54,7 +56,7 @@ class GracefulShutdown(L.Callback):
             mine = torch.tensor(float(self.received or 0), device=pl_module.device)
             self._end(trainer, int(trainer.strategy.reduce(mine, reduce_op="max")))
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if trainer.world_size == 1:
             self._end(trainer, self.received)
 
@@ -68,7 +70,8 @@ class GracefulShutdown(L.Callback):
             return
         if not trainer.validating:  # what callbacks logged, which Lightning writes after the step
             trainer._logger_connector.update_train_step_metrics()
-        # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
+        # After the last step the validation is still due, and after a non-finite gradient the
+        # last good checkpoint must stay.
         if trainer.global_step < trainer.max_steps and not trainer.lightning_module.diverged:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)
         raise Interrupted(signum)
