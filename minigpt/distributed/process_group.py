@@ -76,8 +76,8 @@ def join_ranks() -> None:
     if started and not _group():
         from torch import cuda, distributed
 
-        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if shares_store and RESTARTS and started[0] > 1:
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if has_agent and RESTARTS and started[0] > 1:
             warn(
                 "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the "
                 "host of rank 0"
@@ -128,7 +128,7 @@ def own_ranks() -> Iterator[None]:
         os.environ.update(before)
 
 
-def gather_objects(mine: Any) -> list[Any]:
+def gather_objects(mine: object) -> list[Any]:
     """Return every rank's object, by rank; all ranks must call it. Its tensors must be on the CPU.
 
     Raises:
@@ -164,8 +164,10 @@ def first_error(error: Exception) -> Exception:
     store = group.distributed_c10d._get_default_store()
     with suppress(group.DistError):  # the process that holds the store may have ended
         if not lost:
-            rank = f"rank {group.get_rank()} on host {platform.node()}"
-            store.set(_OWN_ERROR, f"{rank}: {error_text(error)}")
+            store.set(
+                _OWN_ERROR,
+                f"rank {group.get_rank()} on host {platform.node()}: {error_text(error)}",
+            )
         elif group.get_rank() == 0 and store.check([_OWN_ERROR]):
             return RunError(store.get(_OWN_ERROR).decode())
     return RunError(f"{error}; {LOST_RANK}") if lost else error

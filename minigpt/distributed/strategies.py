@@ -97,9 +97,8 @@ class FSDP(strategies.ModelParallelStrategy):
         if self.global_rank == 0:
             content = read_unaveraged(Path(checkpoint_path))
         weights = content.pop("state_dict")
-        (state,) = content["optimizer_states"]
-        content["optimizer_states"] = []
-        (optimizer,) = self.optimizers
+        state = content["optimizer_states"].pop()
+        optimizer = self.optimizers[0]
         if state:
             # Take a weight by its first name alone, as torch does, not by those of the further uses
             # of a block; and name the parameters of the optimizer, which the file numbers in the

@@ -30,7 +30,7 @@ def fast_imports() -> Iterator[None]:
     gc.disable()
     try:
         # It would import transformers, matplotlib and scipy, for metrics of no run.
-        optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
+        optional = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False
         scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # not importable
         try:
@@ -51,10 +51,13 @@ def set_up_process() -> None:
     import torch
 
     # Lightning's advice is for authors of training loops; but model summaries and profiles are not.
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for name in ("callbacks.model_summary", "profilers.profiler"):
-        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
+    for name, level in (
+        ("fabric", logging.ERROR),
+        ("pytorch", logging.ERROR),
+        ("pytorch.callbacks.model_summary", logging.INFO),
+        ("pytorch.profilers.profiler", logging.INFO),
+    ):
+        logging.getLogger(f"lightning.{name}").setLevel(level)
     warnings.filterwarnings("ignore", module="lightning")
     # The next step allocates as much again. By default glibc returns activations to the system, and
     # each step faults a thousand pages in: 5 % of a step of the smallest model on a CPU.

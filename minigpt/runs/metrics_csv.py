@@ -21,8 +21,7 @@ def append_metrics(file: Path, metrics: Mapping[str, float], step: int | None) -
     """Append a row; a metric outside `_COLUMNS`, of a callback, gets a column when it is new."""
     row = {"step": step, **metrics}
     if not file.exists():
-        _write_rows(file, dict.fromkeys([*_COLUMNS, *metrics]), [row])
-        return
+        _write_rows(file, _COLUMNS, [])
     with open(file, "r+", newline="", encoding="utf-8") as opened:
         names = next(csv.reader(opened))
         if metrics.keys() <= {*names}:

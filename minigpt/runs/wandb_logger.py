@@ -60,9 +60,9 @@ class Wandb(WandbLogger):
                 self.experiment.mark_preempting()
             self.experiment.finish(exit_code)
         # Else wandb would connect to its client at exit. A run of the user would end, too.
-        ours = {None, self.experiment}
-        if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= ours:
-            with suppress(Exception):
+        with suppress(Exception):
+            ours = {None, self.experiment}
+            if self.lost and {wandb.run, wandb.setup().most_recent_active_run} <= ours:
                 wandb.teardown()
 
     @contextmanager
@@ -127,26 +127,21 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     return Wandb(experiment=wandb_run)
 
 
-def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]) -> wandb.Settings:
-    """Return W&B's settings for a run folder.
-
-    They are minigpt's defaults, replaced by W&B's files, its variables, and `options`.
-
-    Args:
-        active: a run of the user that continues, if any.
-        options: those that are settings are taken out.
-    """
+def _settings(
+    folder: Path, timeout: float, active: wandb.Run | None, options: dict[str, Any]
+) -> wandb.Settings:
+    # Minigpt's defaults, replaced by W&B's files, its variables, and `options`, of which those that
+    # are settings are taken out. `active` is a run of the user that continues, if any.
     session = wandb.setup().settings  # of files, and of variables as they were when W&B started
-    keys = (
-        os.environ.get("WANDB_API_KEY"),
-        session.api_key,
-        session.identity_token_file,
-        requests.utils.get_netrc_auth(session.base_url),
+    has_key = (
+        os.environ.get("WANDB_API_KEY")
+        or session.api_key
+        or session.identity_token_file
+        or requests.utils.get_netrc_auth(session.base_url)
     )
-    is_offline = not any(keys) or (active and active.offline)
     sweep = next((each for each in (folder, folder.parent) if (each / PLAN).exists()), None)
     settings = wandb.Settings(
-        mode="offline" if is_offline else "online",
+        mode="online" if has_key and not (active and active.offline) else "offline",
         project="minigpt",
         run_name=folder.name,
         run_group=sweep.name if sweep else None,
@@ -157,22 +152,24 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
     )
     settings.update_from_settings(session)
     # The key would replace that of a login of the user.
-    variables = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
-    settings.update_from_env_vars(variables)
+    settings.update_from_env_vars(
+        {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    )
     # The id can be that of the active run: the id of WANDB_RUN_ID.
     run_id = token_hex(4) if active and active.id == settings.run_id else settings.run_id
-    given = {
-        "mode": options.pop("mode", None),
-        "run_id": str(options.pop("id", None) or run_id),
-        "run_tags": options.pop("tags", None),
-        "init_timeout": 0.3 * timeout,
-        "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
-        "finish_timeout": timeout,
-        "root_dir": str(folder),
-        "use_dot_wandb": False,
-        "reinit": "create_new" if active else "default",
-    }
-    settings.update_from_dict(given)  # without those that are None
+    settings.update_from_dict(  # without those that are None
+        {
+            "mode": options.pop("mode", None),
+            "run_id": str(options.pop("id", None) or run_id),
+            "run_tags": options.pop("tags", None),
+            "init_timeout": 0.3 * timeout,
+            "login_timeout": 0.3 * timeout,  # the rest is for wandb's own process
+            "finish_timeout": timeout,
+            "root_dir": str(folder),
+            "use_dot_wandb": False,
+            "reinit": "create_new" if active else "default",
+        }
+    )
     if sweep:
         kinds = ("sweep", "summary") if sweep == folder else ("sweep",)
         settings.run_tags = (*(settings.run_tags or ()), *kinds)
@@ -180,21 +177,19 @@ def _settings(folder: Path, timeout: float, active: Any, options: dict[str, Any]
 
 
 def _own_id(folder: Path) -> str | None:
-    """Return the id of the W&B run in a folder; None if it has none, or is a copy of another.
-
-    A folder that was moved keeps its id, on another host too. The parts of the run in a copy are
-    marked as uploaded, because they belong to the original.
-    """
-    parts = list(folder.glob("wandb/*run-*/run-*.wandb"))
-    if not parts:
-        return None
-    parts.sort(key=lambda part: part.parent.name.removeprefix("offline-"))  # as they started
+    # None if the folder has no W&B run, or is a copy of another. One that was moved keeps its id,
+    # on another host too. The parts of the run in a copy are marked as uploaded, because they
+    # belong to the original. They are in the order of their start.
+    parts = sorted(
+        folder.glob("wandb/*run-*/run-*.wandb"),
+        key=lambda part: part.parent.name.removeprefix("offline-"),
+    )
+    run_id = parts[-1].stem.removeprefix("run-") if parts else None
     record = folder / _FOLDER
     original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
-    of_original = original.glob(f"wandb/*run-*/{glob.escape(parts[-1].name)}")
-    is_moved = not os.path.isdir(original) or original.samefile(folder)
-    if is_moved or not any(of_original):
-        return parts[-1].stem.removeprefix("run-")
+    same_id = original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}")
+    if not os.path.isdir(original) or original.samefile(folder) or not any(same_id):
+        return run_id
     for part in parts:
         part.with_suffix(".wandb.synced").touch()
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from small_runs import composed, one_line, rows, table
+from small_runs import column, composed, one_line, rows, table
 
 from minigpt import train
 from minigpt.checkpoints.find import LAST
@@ -535,3 +535,16 @@ def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_pat
         "'2024'",
         "'my text (1).txt'",
     }
+
+
+def test_names_of_before_in_a_users_file_train_as_those_of_today(train, trained):
+    before = [
+        "optimizer._target_=minigpt.optim.adamw",
+        "schedule._target_=minigpt.schedules.cosine",
+        "callbacks.samples._target_=minigpt.runs.callbacks.samples.Samples",
+    ]
+    found, expected = train(*before).folder, trained()
+    assert (found / "samples.txt").read_text() == (expected / "samples.txt").read_text()
+    assert column(found, "train_loss") == column(expected, "train_loss")
+    config = OmegaConf.load(found / ".hydra/config.yaml")
+    assert config.callbacks.samples._target_.endswith(".SamplesCallback")

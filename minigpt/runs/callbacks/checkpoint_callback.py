@@ -11,8 +11,7 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy, read
 from minigpt.runs.callbacks.resume_state import resumes_own_run
 from minigpt.runs.run_dir import short_path
-from minigpt.utils.checks import POSITIVE_INT
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
 
 
@@ -27,7 +26,6 @@ class CheckpointCallback(Checkpoint):
     """
 
     def __init__(self, *, save_top_k: int = 1) -> None:
-        require("callbacks.checkpoint.save_top_k", save_top_k, *POSITIVE_INT)
         self.save_top_k = save_top_k
         self.best: list[tuple[float, int]] = []  # (loss, step) of validations, the lowest first
 

@@ -44,13 +44,13 @@ class MetricsCallback(L.Callback):
 
     def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:
         self.run = run
-        accumulated = run.trainer.accumulate_grad_batches
-        self.tokens_per_step = run.data.batch_size * accumulated * block_size
+        self.tokens_per_step = (
+            run.data.batch_size * run.trainer.accumulate_grad_batches * block_size
+        )
         self.started = started
         # Seconds of training, the same at the last row, and the time until which they are counted:
         # None before training and during validation.
-        self.seconds = 0.0
-        self._logged_seconds = 0.0
+        self.seconds = self._logged_seconds = 0.0
         self._clock: float | None = None
         # The losses of the batches since the last row, and the same per rank from a checkpoint
         self._losses: list[torch.Tensor] = []
@@ -60,14 +60,13 @@ class MetricsCallback(L.Callback):
         self._thread_changes: list[list[int]] = []
         self._progress: Progress | None = None  # of rank 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         # With it, the next row of a resumed run is that of an uninterrupted one.
         self._update_seconds()
-        losses = torch.stack(self._losses).tolist() if self._losses else []
         return {
             "seconds": self.seconds,
             "wall_seconds": time.perf_counter() - self.started,
-            "losses": gather_objects(losses),
+            "losses": gather_objects(torch.stack(self._losses).tolist() if self._losses else []),
             "logged_seconds": self._logged_seconds,
             "thread_changes": self._thread_changes,
         }
@@ -172,19 +171,15 @@ class MetricsCallback(L.Callback):
         self._update_seconds()
         self._clock = None
         if self._first and trainer.global_step > self._warmup:
-            self._warn_of_lost_updates(trainer.global_step)
-
-    def _warn_of_lost_updates(self, step: int) -> None:
-        changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
-        n_changed = sum(int(each.sum()) for each in changed)
-        share = n_changed / sum(map(torch.numel, changed))
-        self._first = {}
-        if share < MIN_CHANGED:
-            warn(
-                f"at step {step}, {share:.1%} of the weights of the blocks have changed, and the "
-                "others rounded to their old values; raise the learning rate, or use "
-                "trainer.precision=auto"
-            )
+            changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
+            share = sum(int(each.sum()) for each in changed) / sum(map(torch.numel, changed))
+            self._first = {}
+            if share < MIN_CHANGED:
+                warn(
+                    f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have "
+                    "changed, and the others rounded to their old values; raise the learning rate, "
+                    "or use trainer.precision=auto"
+                )
 
     def on_validation_batch_end(
         self,
@@ -203,8 +198,10 @@ class MetricsCallback(L.Callback):
         if not isfinite(loss):
             raise NonFiniteLoss(loss, trainer.global_step, pl_module.learning_rate)
         val = trainer.datamodule.corpus.val  # type: ignore[attr-defined]
-        bits_per_byte = loss / log(2) / (val.bytes / val.tokens)
-        self._log(trainer, {"val_loss": loss, "val_bits_per_byte": bits_per_byte})
+        self._log(
+            trainer,
+            {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)},
+        )
 
     def on_train_end(self, *_: object, **__: object) -> None:
         if self._progress:
@@ -223,8 +220,8 @@ class MetricsCallback(L.Callback):
         best_val_loss, best_step = min(losses, default=(None, None))
         bits_per_byte = dict(columns.get("val_bits_per_byte", []))
         # A run that could not resume is where its rows end; a callback may log a step that fails.
-        logged = (points[-1][0] for points in columns.values())
-        steps = trainer.global_step or max(logged, default=0)
+        logged = max((points[-1][0] for points in columns.values()), default=0)
+        steps = trainer.global_step or logged
         tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
@@ -253,8 +250,8 @@ class MetricsCallback(L.Callback):
 
     def _log_training(self, trainer: L.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
-        batches = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches)
-        by_step = batches.sum(1)  # (steps, batches) -> (steps,)
+        # (steps, batches) -> (steps,)
+        by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)
         # Reading the losses waits for a GPU, before the clock is read.
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
         self._update_seconds()
@@ -291,21 +288,18 @@ def banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> l
     """Return lines that describe the run before it trains, one name and value per line."""
     corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
     config = module.model.config
-    sizes = ("n_layer", "n_head", "n_embd", "block_size")
-    shape = ", ".join(f"{name} {getattr(config, name)}" for name in sizes)
     n_train = corpus.train.tokens
     validated = 100 * corpus.val.tokens / (corpus.val.tokens + n_train)
-    # What is left to train
-    steps = trainer.max_steps - trainer.global_step
+    start = trainer.global_step
+    steps = trainer.max_steps - start
     n_tokens = steps * tokens_per_step
     per_token = config.flops_per_token()
-    resumed = ""
-    if trainer.global_step:
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        resumed = f" from step {trainer.global_step:,} at learning rate {rate:.3g}"
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    resumed = f" from step {start:,} at learning rate {rate:.3g}" if start else ""
     ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
     rows = {
-        "model": f"{module.model.num_params():,} parameters: {shape}",
+        "model": f"{module.model.num_params():,} parameters: n_layer {config.n_layer}, "
+        f"n_head {config.n_head}, n_embd {config.n_embd}, block_size {config.block_size}",
         "data": f"{corpus.name}, {n_train:,} training tokens; "
         f"tokenizer {corpus.tokenizer.to_dict()['name']}, vocab_size {config.vocab_size:,}; "
         f"validation on {validated:.3g} % of the tokens",

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -26,8 +25,8 @@ class Progress:
                 {"text/html": ""},
                 transient={"display_id": f"{folder} {kernel.shell.execution_count}"},
             )
-        self.bar: tqdm[NoReturn] = tqdm(  # without iterating
-
+        self.bar = tqdm(
+            range(0),  # updated without iterating
             total=max_steps,
             initial=step,  # of a run that resumes
             disable=not (sys.stderr.isatty() or notebook()),
@@ -43,16 +42,18 @@ class Progress:
             self.fields["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"
         if "val_loss" in metrics:
             self.fields["val"] = f"val {metrics['val_loss']:.4f}"
-            line = f"step {step}/{self.bar.total}  {self._text()}"
-            append_log(self.folder, line, show=bool(self.bar.disable))
+            append_log(
+                self.folder,
+                f"step {step}/{self.bar.total}  {self._text()}",
+                show=bool(self.bar.disable),
+            )
             if notebook():
                 plot_curves(self.folder)
         self.bar.set_description_str(self._text(), refresh=False)
         self.bar.update(step - self.bar.n)
 
     def log_validation(self, batch: int, batches: int) -> None:
-        text = self._text(f"validating {batch}/{batches}")
-        self.bar.set_description_str(text, refresh=False)
+        self.bar.set_description_str(self._text(f"validating {batch}/{batches}"), refresh=False)
         self.bar.update(0)
 
     def print(self, line: str) -> None:

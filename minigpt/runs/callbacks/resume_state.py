@@ -19,7 +19,6 @@ from minigpt.distributed.process_group import gather_objects
 from minigpt.model.gpt import GPT
 from minigpt.runs.lightning_workarounds import fix_loop_state, is_optimizer_step
 from minigpt.training.ema import EMA
-from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError, require
 
 
@@ -46,9 +45,9 @@ class ResumeState(Callback):
         validates = step % every == 0 or step == pl_module.max_steps
         checkpoint["validation_due"] = validates and self.validated_step != step
         states = {"torch": torch.get_rng_state()}
-        if pl_module.device.type != "cpu":  # torch.cuda, torch.mps
-            device = torch.get_device_module(pl_module.device)
-            states[pl_module.device.type] = device.get_rng_state()
+        device = pl_module.device
+        if device.type != "cpu":  # torch.cuda, torch.mps
+            states[device.type] = torch.get_device_module(device).get_rng_state()
         checkpoint["rng"] = gather_objects(states)
 
     def on_load_checkpoint(
@@ -71,9 +70,9 @@ class ResumeState(Callback):
             if len(self.rng) == trainer.world_size:
                 states = self.rng[trainer.global_rank]
                 torch.set_rng_state(states["torch"])
-                if pl_module.device.type in states:
-                    device = torch.get_device_module(pl_module.device)
-                    device.set_rng_state(states[pl_module.device.type])
+                device = pl_module.device
+                if device.type in states:
+                    torch.get_device_module(device).set_rng_state(states[device.type])
         self.training_began = True
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: object) -> None:
@@ -146,18 +145,21 @@ def check_saved(model: GPT) -> None:
         )
 
 
-def apply_config(trainer: L.Trainer, module: LanguageModel) -> None:
+def apply_config(trainer: L.Trainer, module: Any) -> None:
     """Apply the optimizer and schedule settings of this run, in place of the checkpoint's."""
     fresh = module.configure_optimizers()
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     factor = module.schedule(scheduler.last_epoch)
-    groups = trainer.optimizers[0].param_groups
-    for group, new in zip(groups, fresh["optimizer"].param_groups, strict=True):
+    for group, new in zip(
+        trainer.optimizers[0].param_groups,
+        fresh["optimizer"].param_groups,
+        strict=True,
+    ):
         group.update(new | {"params": group["params"], "lr": new["initial_lr"] * factor})
     scheduler.base_lrs = fresh["lr_scheduler"]["scheduler"].base_lrs
 
 
 def resumes_own_run(trainer: L.Trainer) -> bool:
     """Whether the checkpoint that a Trainer resumes from is in its own run folder."""
-    folder = Path(str(trainer.ckpt_path)).resolve().parent
-    return folder == Path(trainer.default_root_dir, LAST).resolve().parent
+    last = Path(trainer.default_root_dir, LAST)
+    return Path(str(trainer.ckpt_path)).resolve().parent == last.resolve().parent

@@ -39,7 +39,7 @@ class SamplesCallback(L.Callback):
     def __init__(self, *, prompt: str, max_new_tokens: int | None, **settings: Any) -> None:
         self.prompt = unescape(prompt)
         given = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        self.settings: dict[str, Any] = given | settings
+        self.settings = given | settings
         check_settings(key=lambda name: f"callbacks.samples.{name}", **self.settings)
 
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
@@ -76,7 +76,7 @@ def sample_text(
 def draw_samples(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: Any,
+    prompt: object,
     *,
     seconds: float,
     max_new_tokens: int,
@@ -135,5 +135,7 @@ def wandb_loggers(trainer: L.Trainer) -> list[Any]:
 
 def title(trainer: L.Trainer) -> str:
     """Return the step and the validation loss."""
-    loss = float(trainer.callback_metrics["val_loss"])
-    return f"step {trainer.global_step}, validation loss {loss:.4f}"
+    return (
+        f"step {trainer.global_step}, "
+        f"validation loss {float(trainer.callback_metrics['val_loss']):.4f}"
+    )
