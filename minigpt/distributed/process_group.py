@@ -176,19 +176,16 @@ def first_error(error: Exception) -> Exception:
 @contextmanager
 def shared_errors() -> Iterator[None]:
     """Raise the error of one rank on all of them, with the name of its host."""
-    raised = None
-    mine = None
+    raised = mine = None
     try:
         yield
     except Exception as error:
         raised = error
         mine = (platform.node(), error_text(error), explain(error)[1])
     ranks = gather_objects(mine)
-    texts = {each[1] if each else None for each in ranks}
-    if raised and len(texts) == 1:  # the same on all
+    if raised and all(each and each[1] == error_text(raised) for each in ranks):
         raise raised
-    errors = [each for each in ranks if each]
-    for host, text, code in errors:
+    for host, text, code in filter(None, ranks):
         kind = UserError if code == UserError.exit_code else RunError
         shared = kind(f"host {host}: {text}")
         shared.of_all_ranks = True

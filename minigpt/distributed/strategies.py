@@ -63,14 +63,12 @@ class FSDP(strategies.ModelParallelStrategy):
 
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; gather blocks in the precision of autocast."""
-        policy = MixedPrecisionPolicy()
         autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        if self.precision_plugin.precision in autocast:
-            policy = MixedPrecisionPolicy(
-                param_dtype=autocast[self.precision_plugin.precision],
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,  # sums between blocks stay as on one device
-            )
+        policy = MixedPrecisionPolicy()
+        dtype = autocast.get(self.precision_plugin.precision)
+        if dtype:
+            # The sums between blocks keep their precision, as on one device.
+            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)

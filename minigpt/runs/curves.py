@@ -32,10 +32,18 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
             axes.plot(*zip(*metrics[name], strict=True), line, **style)
     best = summary.get("best_val_loss")
     if best is not None:
-        step = summary["best_step"]
-        losses.plot(step, best, "*", color="tab:red", markersize=10, label=f"best {best:.4f}")
-    title = f"{sanitize_line(folder.resolve().name)}: loss and learning rate"
-    losses.set(ylabel="loss (nats per token)", title=title)
+        losses.plot(
+            summary["best_step"],
+            best,
+            "*",
+            color="tab:red",
+            markersize=10,
+            label=f"best {best:.4f}",
+        )
+    losses.set(
+        ylabel="loss (nats per token)",
+        title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate",
+    )
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))

@@ -87,9 +87,12 @@ class MetricsCallback(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step + 1
         if self._resumed_losses:
-            dtype = torch.promote_types(pl_module.dtype, torch.float32)  # of a loss
-            losses = torch.tensor(self._resumed_losses, device=pl_module.device, dtype=dtype)
-            # (ranks, batches); with another number of ranks, each rank takes the mean
+            losses = torch.tensor(
+                self._resumed_losses,  # (ranks, batches)
+                device=pl_module.device,
+                dtype=torch.promote_types(pl_module.dtype, torch.float32),
+            )
+            # With another number of ranks, each rank takes the mean.
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         # Lightning has changed the number of threads, if there are several processes.
@@ -125,14 +128,16 @@ class MetricsCallback(L.Callback):
                 if p.requires_grad and torch.finfo(p.dtype).bits < 32
             }
         dtype = next(module.parameters()).dtype
-        for group in trainer.optimizers[0].param_groups:
-            rate = max(0.0, *group.get("betas", ()), group.get("momentum", 0.0))
-            if 1 - rate < torch.finfo(dtype).eps / 4:
-                warn(
-                    f"a decay rate of {rate} of the optimizer rounds to 1 in "
-                    f"{str(dtype).removeprefix('torch.')}; use trainer.precision=auto"
-                )
-                break
+        rates = [
+            max(0.0, *group.get("betas", ()), group.get("momentum", 0.0))
+            for group in trainer.optimizers[0].param_groups
+        ]
+        rounded = [rate for rate in rates if 1 - rate < torch.finfo(dtype).eps / 4]
+        if rounded:
+            warn(
+                f"a decay rate of {rounded[0]} of the optimizer rounds to 1 in "
+                f"{str(dtype).removeprefix('torch.')}; use trainer.precision=auto"
+            )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int

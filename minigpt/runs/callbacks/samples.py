@@ -99,14 +99,13 @@ def draw_samples(
             stop=tokenizer.end_ids,
             **settings,
         )
-        # No bar beside that of the training; without a limit of time it is beside one.
-        hidden = True if seconds == inf else None  # None: unless on a terminal
         for step in tqdm(
             steps,
             "sampling",
             max_new_tokens,
             leave=False,
-            disable=hidden,
+            # Beside the bar of the training, and unless on a terminal
+            disable=True if seconds == inf else None,
             unit=" tokens",
         ):
             samples = samples or [Sample() for _ in step.tokens]
