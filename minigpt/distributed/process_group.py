@@ -76,8 +76,7 @@ def join_ranks() -> None:
     if started and not _group():
         from torch import cuda, distributed
 
-        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if has_agent and RESTARTS and started[0] > 1:
+        if RESTARTS and started[0] > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             warn(
                 "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the "
                 "host of rank 0"
@@ -94,9 +93,8 @@ def join_ranks() -> None:
 
 def _set_as_torchrun() -> None:
     env = os.environ
-    job = int(env.get("SLURM_JOB_ID", 0))
-    step = int(env.get("SLURM_STEP_ID", 0))
-    port = str(15_000 + (job + 1000 * step) % 10_000)  # not that of another step
+    number = int(env.get("SLURM_JOB_ID", 0)) + 1000 * int(env.get("SLURM_STEP_ID", 0))
+    port = str(15_000 + number % 10_000)  # not that of another step
     hosts = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"])  # a7,b of a[7-9],b
     per_node = int(env["SLURM_STEP_NUM_TASKS"]) // int(env["SLURM_STEP_NUM_NODES"])
     env |= {
