@@ -64,11 +64,10 @@ class FSDP(strategies.ModelParallelStrategy):
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; gather blocks in the precision of autocast."""
         autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        policy = MixedPrecisionPolicy()
         dtype = autocast.get(self.precision_plugin.precision)
-        if dtype:
-            # The sums between blocks keep their precision, as on one device.
-            policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        # The sums between blocks keep their precision, as on one device.
+        mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        policy = mixed if dtype else MixedPrecisionPolicy()
         for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)

@@ -19,6 +19,7 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     """
     from matplotlib.figure import Figure
 
+    # Losses above, the learning rate below
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     styles = (
@@ -30,6 +31,7 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     for axes, name, line, style in styles:
         if name in metrics:
             axes.plot(*zip(*metrics[name], strict=True), line, **style)
+    # The best of a run that has ended
     best = summary.get("best_val_loss")
     if best is not None:
         losses.plot(
@@ -40,6 +42,7 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
             markersize=10,
             label=f"best {best:.4f}",
         )
+    # What the axes show
     losses.set(
         ylabel="loss (nats per token)",
         title=f"{sanitize_line(folder.resolve().name)}: loss and learning rate",
@@ -49,6 +52,7 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
+    # The file, and its output in a notebook
     figure.savefig(folder / CURVES, dpi=120)
     if kernel := notebook():
         kernel.shell.display_pub.publish(
