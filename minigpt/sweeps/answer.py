@@ -9,8 +9,8 @@ import numpy as np
 from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers
-from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers, points_of
+from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
 _SEEDS = 3
@@ -19,71 +19,73 @@ _MAX_REPEATED = 4  # combinations of settings that the command with more seeds r
 
 def answer(rows: Sequence[Row]) -> list[str]:
     """Return what the rows of `ranked` show, the most important first."""
-    points = [point for row in rows for point in row.points]
     complete, comparison = compare_rows(rows)
-    told = [*_incomplete(points), *_equal_time(points)]
+    notes = list(_notes(points_of(rows)))
     if not complete:
-        return ["No run has completed with a loss, so nothing can be compared.", *told]
+        return ["No run has completed with a loss, so nothing can be compared.", *notes]
     if reason := incomparable(rows):
-        return [reason, *told]
-    if diverged := sum(not row.provisional for row in rows) - len(complete):
-        told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared.")
-    lowest = _lowest(complete, rows)
+        return [reason, *notes]
+    diverged = sum(not row.provisional for row in rows) - len(complete)
+    if diverged:
+        notes.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared.")
+    lowest = _lowest(complete[0], rows)
     if comparison is None or len(complete) == 1:
         reason, *advice = _unknown_noise(complete)
-        return [f"{lowest} {reason}", *advice, *told]
+        return [f"{lowest} {reason}", *advice, *notes]
     return [
         f"{lowest} {_others(complete)}",
         *_settings(complete, comparison, rows),
         *_noise(complete),
-        *_late(complete),
-        *told,
+        *notes,
     ]
 
 
-def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:
-    best = complete[0]
-    of = (
-        "Of the rows whose runs all completed, the"
-        if any(row.provisional and row.losses for row in rows)
-        else "The"
-    )
+def _lowest(best: Row, rows: Sequence[Row]) -> str:
+    unfinished = any(row.provisional and row.losses for row in rows)
+    of = "Of the rows whose runs all completed, the" if unfinished else "The"
     seeds = f"{best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'}"
     return f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} ({seeds})."
 
 
 def _others(rows: Sequence[Row]) -> str:
     """Return how many rows are worse than the best, and how many may be as good."""
-    best, tied, n = rows[0], [row for row in rows[1:] if row.tied], len(rows) - 1
+    n = len(rows) - 1
+    tied = [row for row in rows[1:] if row.tied]
     if not tied:
         return "All other rows are worse." if n > 1 else "The other row is worse."
+    # A tied row that costs less.
     flops, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
-    most = best.mean_of("flops") or 0.0
-    cheaper = (
-        f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs"
-        if flops < 0.9 * most
-        else ""
-    )
-    if len(tied) == n:
+    most = rows[0].mean_of("flops") or 0.0
+    cheaper = ""
+    if flops < 0.9 * most:
+        cheaper = f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs"
+    worse = n - len(tied)
+    if worse == 0:
         others = "differences of the other rows are" if n > 1 else "difference of the other row is"
         return f"The {others} within the noise{cheaper}."
-    worse = f"{n - len(tied)} of the {n} other rows {'is' if n - len(tied) == 1 else 'are'} worse"
-    return f"{worse}; the differences of the rest are within the noise{cheaper}."
+    return (
+        f"{worse} of the {n} other rows {'is' if worse == 1 else 'are'} worse; "
+        f"the differences of the rest are within the noise{cheaper}."
+    )
 
 
 def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """Describe each setting, that with the largest effect first, if all combinations of their values are compared."""
+    """Describe each setting, that with the largest effect first, if the grid is complete."""
     levels = {}
     for name in complete[0].short_names:
-        values = list(dict.fromkeys(row.value(name) for row in complete))
+        values = _values(complete, name)
+        if len(numbers(complete, name)) == len(values):
+            values.sort(key=float)
         if len(values) > 1:
-            levels[name] = (
-                sorted(values, key=float) if len(numbers(complete, name)) == len(values) else values
-            )
+            levels[name] = values
     if len(complete) != prod(map(len, levels.values())):
         return ["The grid is incomplete, so the effects of single settings are not estimated."]
     effects = [_effect(name, levels, complete, comparison, rows) for name in levels]
     return [text for _, text in sorted(effects, reverse=True)]
+
+
+def _values(rows: Sequence[Row], name: str) -> list[str]:
+    return list(dict.fromkeys(row.value(name) for row in rows))
 
 
 def _effect(
@@ -93,40 +95,35 @@ def _effect(
     comparison: Comparison,
     rows: Sequence[Row],
 ) -> tuple[float, str]:
-    """Describe a setting by the mean losses of its values, and list the exceptions; return its effect, too."""
-    short, values, n = complete[0].short_names[name], levels[name], len(levels[name])
-    on_average = " on average" if len(levels) > 1 else ""
-    member = np.array(
-        [[row.value(name) == value for row in complete] for value in values], dtype=float
-    )  # (values, R)
-    weights = member / member.sum(1, keepdims=True)
+    """Return the effect of a setting, and a sentence that describes it and its exceptions."""
+    short = complete[0].short_names[name]
+    values = levels[name]
+    # Compare the mean losses of the values, each over the rows that have it, with the lowest.
+    has_value = [[float(row.value(name) == value) for row in complete] for value in values]
+    weights = np.array(has_value)  # (V, R)
+    weights /= weights.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
-    contrasts = weights - weights[best]
-    worse_by, margin = (
-        contrasts @ comparison.means,
-        comparison.margin(contrasts, n, FAMILY_ERROR / len(levels)),
-    )
+    contrasts = weights - weights[best]  # (V, R)
+    worse_by = contrasts @ comparison.means  # (V,)
+    margin = comparison.margin(contrasts, len(values), FAMILY_ERROR / len(levels))  # (V,)
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
-    usual = values[best] if worse else None
-    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
+    # Where there are other settings, the effect is an average over theirs, with exceptions.
+    on_average = ""
+    places = []
+    if len(levels) > 1:
+        on_average = " on average"
+        places = _exceptions(name, values[best] if worse else None, complete, comparison)
+    # Describe the nearest value that is worse, or the exceptions alone, or the lack of an effect.
     if worse:
         near = worse[0]
         text = (
             f"{short} matters: {values[best]} is better than {values[near]} "
             f"by {worse_by[near]:.4f} ± {margin[near]:.4f}{on_average}"
         )
-        if len(worse) == n - 1 and len(numbers(complete, name)) == n:
-            tried, value = (
-                numbers(rows, name),
-                float(values[best]),
-            )  # tried: also by runs that are not compared
-            ends = {tried[-1]: "largest"} | ({} if value in (0, 1) else {tried[0]: "smallest"})
-            text += (
-                f"; it is the {ends[value]} value, so the best may lie beyond"
-                if value in ends
-                else ""
-            )
-        text += f"; but {_some(places)}" if places else ""
+        if len(worse) == len(values) - 1 and len(numbers(complete, name)) == len(values):
+            text += _edge(float(values[best]), numbers(rows, name))
+        if places:
+            text += f"; but {_some(places)}"
     elif places:
         text = f"{short} matters, but no effect on average is found: {_some(places)}"
     else:
@@ -138,21 +135,36 @@ def _effect(
     return float(worse_by.max()), f"{text}."
 
 
+def _edge(best: float, tried: Sequence[float]) -> str:
+    # What was tried includes runs that are not compared.
+    if best == tried[-1]:
+        end = "largest"
+    elif best == tried[0] and best not in (0, 1):
+        end = "smallest"
+    else:
+        return ""
+    return f"; it is the {end} value, so the best may lie beyond"
+
+
 def _exceptions(
     name: str, best: str | None, rows: Sequence[Row], comparison: Comparison
 ) -> list[str]:
-    """List the values of the other settings at which one has an effect or, given its best, another value is better."""
+    """List the values of the other settings at which one has another effect than on average.
+
+    Given its best value, another is better there; without one, its values differ there.
+    """
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row.label(name), []).append(i)
-    found, means, unit = [], comparison.means, np.eye(len(rows))
-    for where, of in places.items():
-        low = min(of, key=means.__getitem__)
-        usual = next((i for i in of if rows[i].value(name) == best), max(of, key=means.__getitem__))
-        worse_by, margin = (
-            means[usual] - means[low],
-            comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0],
-        )
+    means = comparison.means
+    unit = np.eye(len(rows))
+    found = []
+    for where, members in places.items():
+        low = min(members, key=means.__getitem__)
+        high = max(members, key=means.__getitem__)
+        usual = next((i for i in members if rows[i].value(name) == best), high)
+        worse_by = means[usual] - means[low]
+        margin = comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
         if worse_by > margin:
             pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
@@ -160,28 +172,31 @@ def _exceptions(
 
 
 def _noise(rows: Sequence[Row]) -> Iterator[str]:
-    if least := min((row.margin for row in rows[1:] if row.margin), default=0.0):
+    least = min((row.margin for row in rows[1:] if row.margin), default=0.0)
+    if least:
         yield f"Differences from the best row below {least:.4f} are within the noise."
     if min(row.n_seeds for row in rows) < LEAST_SEEDS:
-        yield f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the others."
-
-
-def _late(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield which row would be the best if all continued to fall as in the last third of their training."""
+        yield (
+            f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the "
+            "others."
+        )
+    # The row that would be the best if all continued to fall as in the last third of training.
     ends = [_later_loss(row) for row in rows]
     row = rows[int(np.argmin(ends))]
     if ends[0] < np.inf and row is not rows[0] and not row.tied:
         yield (
-            f"If losses fell on as in the last third of the training, {row.label()} would be at {min(ends):.4f} after "
-            f"another third, and the best row at {ends[0]:.4f}: longer runs may rank it first."
+            f"If losses fell on as in the last third of the training, {row.label()} would be at "
+            f"{min(ends):.4f} after another third, and the best row at {ends[0]:.4f}: longer runs "
+            "may rank it first."
         )
 
 
 def _later_loss(row: Row) -> float:
-    """Return the best loss of a row after another third of its training, if it fell on as in the last third; or inf."""
+    """Return the best loss after another third of the training, if it fell on as in the last."""
     losses = []
     for point in row.points:
-        if len(point.curve) > 2 and (loss := point.loss(row.unit)) is not None:
+        loss = point.loss(row.unit)
+        if loss is not None and len(point.curve) > 2:
             tokens, curve = np.array(point.curve).T
             scale = loss / (point.loss(NATS) or np.inf)
             fall = np.interp(tokens[-1] * 2 / 3, tokens, curve) - curve[-1]
@@ -189,64 +204,76 @@ def _later_loss(row: Row) -> float:
     return float(np.mean(losses)) if losses else np.inf
 
 
-def _equal_time(points: Sequence[Point]) -> Iterator[str]:
-    """Yield how many steps the rows have that `minutes=` planned."""
-    steps = [
-        point.totals["steps"]
-        for point in points
-        if point.status == COMPLETED and point.settings.get("minutes")
-    ]
+def _notes(points: Sequence[Point]) -> Iterator[str]:
+    # Runs that have not completed.
+    counts = Counter(point.status for point in points if point.pending)
+    paused = counts.pop(PAUSED, 0)
+    if paused:
+        yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
+    if counts:
+        yield (
+            f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not "
+            "compared."
+        )
+    # Those that have, but not as planned.
+    completed = [point for point in points if point.status == COMPLETED]
+    stopped = sum(point.reason != "" for point in completed)
+    if stopped:
+        yield (
+            f"{stopped} of {len(points)} runs stopped early: rows may differ in their numbers of "
+            "steps."
+        )
+    missing = sum(point.loss(NATS) is None for point in completed)
+    if missing:
+        yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
+    # Those whose steps were planned by the clock.
+    steps = [point.totals["steps"] for point in completed if point.settings.get("minutes")]
     if steps:
         n = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps))))
         yield f"minutes= planned {n} steps: rows are compared at equal time."
 
 
-def _incomplete(points: Sequence[Point]) -> Iterator[str]:
-    counts = Counter(point.status for point in points if point.status not in (COMPLETED, SKIPPED))
-    if paused := counts.pop(PAUSED, 0):
-        yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
-    if counts:
-        yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
-    if stopped := sum(point.status == COMPLETED and point.reason != "" for point in points):
-        yield f"{stopped} of {len(points)} runs stopped early: rows may differ in their numbers of steps."
-    if missing := sum(point.status == COMPLETED and point.loss(NATS) is None for point in points):
-        yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
-
-
 def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield why noise and effects cannot be told apart, and the command that adds two seeds to the best rows."""
+    """Yield why noise and effects cannot be told apart, and the command that adds two seeds."""
     if len(rows) == 1:
         yield "There is no other row to compare it with."
         return
     if any(len(row.losses) > 1 for row in rows):
-        yield "Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
+        yield (
+            "Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
+        )
         return
     yield "Every row has one seed, so noise and effects cannot be told apart."
-    for n in (3, 2, 1):  # the best rows, as long as the product of their values holds few others
-        values = {name: {row.value(name): None for row in rows[:n]} for name in rows[0].short_names}
-        if prod(map(len, values.values())) <= _MAX_REPEATED:
+    # Repeat the best rows, as long as the product of their values holds few others.
+    for n in (3, 2, 1):
+        values = {name: _values(rows[:n], name) for name in rows[0].short_names}
+        runs = _SEEDS * prod(map(len, values.values()))
+        if runs <= _SEEDS * _MAX_REPEATED:
             break
-    first = rows[0].points[0].seed
-    seeds = ",".join(str(int(first) + i) for i in range(_SEEDS)) if first.isdecimal() else "1,2,3"
-    if text := _extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
-        existing = sum(
-            all(row.value(name) in each for name, each in values.items()) for row in rows
-        )
-        runs = _SEEDS * prod(map(len, values.values())) - existing
+    # Rows of the product have one of the seeds already.
+    for row in rows:
+        runs -= all(row.value(name) in each for name, each in values.items())
+    text = _extend(rows, values)
+    if text:
         yield f"Add two seeds to the best rows ({runs} runs): {text}"
 
 
-def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
+def _extend(rows: Sequence[Row], values: Mapping[str, Sequence[str]]) -> str:
     """Return the command that adds points to the grid of the rows; empty for other runs."""
-    folder, *others = {point.folder.parent for row in rows for point in row.points}
-    given = rows[0].points[0].overrides
-    settings = {name: values.get(name.lstrip("+"), value) for name, value in given.items()} | {
-        "seed": seeds
-    }
-    ordered = any(
-        "#" in name or "{" in value for name, value in settings.items()
-    )  # else their order has no effect
-    if others or ordered or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
+    first = rows[0].points[0]
+    settings = dict(first.overrides)
+    for name in settings:
+        if name.lstrip("+") in values:
+            settings[name] = ",".join(values[name.lstrip("+")])
+    start = int(first.seed) if first.seed.isdecimal() else 1
+    settings["seed"] = ",".join(str(start + i) for i in range(_SEEDS))
+    # Only of dicts, and of settings that act again, the order has an effect.
+    ordered = any("#" in name or "{" in value for name, value in settings.items())
+    folders = {point.folder.parent for point in points_of(rows)}
+    folder = first.folder.parent
+    if len(folders) > 1 or ordered or settings.get("+sweep") == "search":
+        return ""
+    if not (folder / PLAN).exists():
         return ""
     line = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
     return command(
@@ -255,8 +282,10 @@ def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
 
 
 def _some(parts: Sequence[str]) -> str:
-    more = [f"in {len(parts) - MAX_EXCEPTIONS} more places"] if len(parts) > MAX_EXCEPTIONS else []
-    return _listed([*parts[:MAX_EXCEPTIONS], *more])
+    more = len(parts) - MAX_EXCEPTIONS
+    if more > 0:
+        parts = [*parts[:MAX_EXCEPTIONS], f"in {more} more places"]
+    return _listed(parts)
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -1,12 +1,14 @@
-"""Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable, and compare the rows."""
+"""Rank the points of a sweep: average over seeds, in a unit that makes losses comparable.
+
+A row is of the points that differ only in their seed; `compare_rows` tests their differences.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import chain, combinations
 from math import inf, isfinite, nan
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
 
@@ -21,11 +23,13 @@ class Row:
     """Points that differ only in their seed: one row of the table.
 
     Args:
-        overrides: the values of the settings in which rows differ, as they were written or by default.
+        overrides: the values of the settings in which rows differ, as they were written or by
+            default.
         unit: unit of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
-        adjusted: mean loss as if the row had the seeds of all rows; None if the rows are not compared.
-        interval: half of the 95 % interval of the mean loss over seeds; None if the noise is unknown.
+        adjusted: mean loss as if the row had the seeds of all rows; None if it is not compared.
+        interval: half of the 95 % interval of the mean loss over seeds; None if the noise is
+            unknown.
         difference: from the mean loss of the first row.
         margin: half of the interval of the difference, which holds for all rows together.
     """
@@ -42,12 +46,8 @@ class Row:
     @property
     def losses(self) -> list[float]:
         """Best validation loss of each point that has one; of equal runs once."""
-        losses = {
-            (point.seed, loss): loss
-            for point in self.points
-            if (loss := point.loss(self.unit)) is not None
-        }
-        return [*losses.values()]
+        found = dict.fromkeys((point.seed, point.loss(self.unit)) for point in self.points)
+        return [loss for _, loss in found if loss is not None]
 
     @property
     def n_seeds(self) -> int:
@@ -57,17 +57,11 @@ class Row:
     @property
     def loss(self) -> float | None:
         """Mean of the best losses over seeds."""
-        return (
-            self.adjusted
-            if self.adjusted is not None
-            else mean(self.losses)
-            if self.losses
-            else None
-        )
+        return self.adjusted if self.adjusted is not None else _mean(self.losses)
 
     @property
     def tied(self) -> bool:
-        """Whether the row is no different from the first row, as far as the noise allows to tell."""
+        """Whether the row is as good as the first row, as far as the noise allows to tell."""
         return self.margin is not None and abs(self.difference or 0.0) <= self.margin
 
     @property
@@ -78,7 +72,7 @@ class Row:
 
     @property
     def provisional(self) -> bool:
-        """Whether a run has not completed or has no loss, so that the mean is not that of all seeds."""
+        """Whether a run has not completed or has no loss, so that the mean is not of all seeds."""
         return any(point.pending or point.loss(self.unit) is None for point in self.points)
 
     @property
@@ -97,14 +91,15 @@ class Row:
         if unit == self.unit:
             return self
         row = replace(self, unit=unit, adjusted=None, interval=None)
-        if self.adjusted is None or row.loss is None or not (raw := mean(self.losses)):
+        raw = _mean(self.losses)
+        if self.adjusted is None or row.loss is None or not raw:
             return row
         return replace(row, adjusted=row.loss * self.adjusted / raw)
 
     def mean_of(self, total: str) -> float | None:
         """Return the mean of one of the `TOTALS` over the points that have it."""
-        values = [value for point in self.points if (value := point.totals.get(total))]
-        return mean(values) if values else None
+        values = [point.totals.get(total) for point in self.points]
+        return _mean([value for value in values if value])
 
     def number(self, name: str) -> float | None:
         """Return the value of a setting if it is a finite number."""
@@ -119,85 +114,74 @@ class Row:
         return self.overrides.get(name, "default")
 
     def label(self, without: str | None = None) -> str:
-        """Return the overrides by short name, except `without`; the folder's name of a single run without any."""
-        values = [
-            f"{self.short_names[name]}={value}"
-            for name, value in self.overrides.items()
-            if name != without
-        ]
-        none = (
-            "defaults"
-            if self.short_names
-            else "all runs"
-            if len(self.points) > 1
-            else self.points[0].folder.name
-        )
-        return ", ".join(values) or none
+        """Return the overrides by short name, except `without`; of a run without any, its folder."""
+        names = [name for name in self.overrides if name != without]
+        if names:
+            return ", ".join(f"{self.short_names[name]}={self.overrides[name]}" for name in names)
+        if self.short_names:
+            return "defaults"
+        return "all runs" if len(self.points) > 1 else self.points[0].folder.name
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return mean(values) if values else None
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed; return the lowest mean loss first.
 
-    Rows with runs that did not complete come after all others, and rows without a loss last. All others are compared
-    over the seeds that they share, if their losses are of the same text.
+    Rows with runs that did not complete come after all others, and rows without a loss last. All
+    others are compared over the seeds that they share, if their losses are of the same text.
     """
-    # Proportional to the bytes per token.
-    lengths = [
-        nats / bits for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))
-    ]
-    # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
+    # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and
+    # corpora. The ratio of the two losses of a point is proportional to its bytes per token.
+    pairs = [(point.loss(NATS), point.loss(BITS)) for point in points]
+    lengths = [nats / bits for nats, bits in pairs if nats and bits]
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
-    groups: dict[Any, list[Point]] = {}
+    # A row per group of points; a value that was written in two ways has one name.
+    groups: dict[tuple[str, bool], list[Point]] = {}
     for point in points:
         groups.setdefault((point.row, point.status == SKIPPED), []).append(point)
     names = _names(points)
-    rows: list[Row] = []
-    texts: dict[Any, Any] = {}  # a value that was written in two ways has one name
-    for first, *others in groups.values():
-        known = {
-            name: texts.setdefault((name, repr(first.value(name))), first.text(name))
-            for name in names
-        }
-        rows.append(
-            Row(
-                {k: v for k, v in known.items() if v is not None},
-                [first, *others],
-                unit,
-                short_names(names),
-            )
-        )
+    texts: dict[tuple[str, str], str | None] = {}
+    rows = []
+    for group in groups.values():
+        values = {name: (name, repr(group[0].value(name))) for name in names}
+        known = {name: texts.setdefault(values[name], group[0].text(name)) for name in names}
+        overrides = {name: text for name, text in known.items() if text is not None}
+        rows.append(Row(overrides, group, unit, short_names(names)))
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
+    # Of rows that are compared, the ranks are by their adjusted means.
     complete, comparison = compare_rows(rows)
-    if comparison is not None:
-        best = int(np.argmin(comparison.means))
-        of = np.array([comparison.means, comparison.interval, *comparison.against(best)]).T.tolist()
-        compared = [
-            replace(row, adjusted=adjusted, interval=interval, difference=difference, margin=margin)
-            for row, (adjusted, interval, difference, margin) in zip(complete, of, strict=True)
-        ]
-        rows = [
-            *sorted(compared, key=lambda row: row.loss or 0.0),
-            *(row for row in rows if row not in complete),
-        ]
-    return rows
+    if comparison is None:
+        return rows
+    differences, margins = comparison.against(int(np.argmin(comparison.means)))
+    compared = [
+        replace(
+            row,
+            adjusted=float(comparison.means[i]),
+            interval=float(comparison.interval[i]),
+            difference=float(differences[i]),
+            margin=float(margins[i]),
+        )
+        for i, row in enumerate(complete)
+    ]
+    compared.sort(key=lambda row: row.loss or 0.0)
+    return compared + [row for row in rows if row not in complete]
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    """Return the settings that tell points apart: those that were given, and others where these are equal."""
-    given = [
-        name
-        for name in dict.fromkeys(name for point in points for name in point.written)
-        if name != "seed"
-    ]
-    names = [name for name in given if _differs(points, name)] if len(points) > 1 else given
-    alike: dict[Any, list[Point]] = {}
+    # Those that were given, and others where these are equal.
+    given = dict.fromkeys(chain.from_iterable(point.written for point in points))
+    given.pop("seed", None)
+    names = [name for name in given if len(points) == 1 or _differs(points, name)]
+    alike: dict[str, list[Point]] = {}
     for point in points:
         alike.setdefault(repr([point.value(name) for name in names]), []).append(point)
     for group in alike.values():
-        more = dict.fromkeys(
-            name for point in group for name in point.settings if name not in ("seed", *names)
-        )
-        names += [name for name in more if _differs(group, name)]
+        more = dict.fromkeys(chain.from_iterable(point.settings for point in group))
+        more.pop("seed", None)
+        names += [name for name in more if name not in names and _differs(group, name)]
     return names
 
 
@@ -205,53 +189,65 @@ def _differs(points: Sequence[Point], name: str) -> bool:
     return len({repr(point.value(name)) for point in points}) > 1
 
 
+def points_of(rows: Iterable[Row]) -> list[Point]:
+    """Return the points of rows, in order."""
+    return list(chain.from_iterable(row.points for row in rows))
+
+
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
-    """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
+    """Return the rows whose runs all completed and did not diverge, and their comparison.
+
+    The comparison is None if their seeds allow none.
+    """
     complete = [row for row in rows if not row.provisional]
     highest = DIVERGED * min((row.loss or 0.0 for row in complete), default=0.0)
-    diverged = [
-        row
-        for row in complete
-        if (row.loss or 0.0) > highest and any(point.diverged for point in row.points)
-    ]
-    complete = [row for row in complete if row not in diverged]
+    for row in complete[:]:
+        if (row.loss or 0.0) > highest and any(point.diverged for point in row.points):
+            complete.remove(row)
     if not complete or incomparable(rows):
         return complete, None
-    runs = [{point.seed: point.loss(row.unit) for point in row.points} for row in complete]
-    seeds = dict.fromkeys(seed for losses in runs for seed in losses)
-    # Not of objects, which an integer beyond 64 bits in a damaged summary would make it.
-    table = np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs], dtype=float)
-    return complete, compare(table)
+    seeds = list(dict.fromkeys(point.seed for point in points_of(complete)))
+    losses = np.full((len(complete), len(seeds)), nan)  # (R, S)
+    for i, row in enumerate(complete):
+        for point in row.points:
+            losses[i, seeds.index(point.seed)] = point.loss(row.unit)
+    return complete, compare(losses)
 
 
 def incomparable(rows: Sequence[Row]) -> str:
-    """Return why the losses of rows do not compare, though their unit is the same; empty if they do."""
+    """Return why the losses of rows do not compare, though their unit is the same, or nothing."""
     parts = {
         point.validated: point.folder.name
-        for row in rows
-        for point in row.points
-        if point.validated and point.loss(row.unit) is not None
+        for point in points_of(rows)
+        if point.validated and point.loss(rows[0].unit) is not None
     }
     if len(parts) > 1:
-        advice = (
-            "; eval_batches=null validates on the whole split"
-            if " windows " in "".join(parts)
-            else ""
-        )
+        of_windows = " windows " in "".join(parts)
+        advice = "; eval_batches=null validates on the whole split" if of_windows else ""
         which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
-        return f"The runs were validated on different texts ({which}), so their losses are not comparable{advice}."
+        return (
+            f"The runs were validated on different texts ({which}), so their losses are not "
+            f"comparable{advice}."
+        )
     for row in rows:
-        known = [
-            each
-            for each in row.points
-            if each.status == COMPLETED and each.loss(row.unit) is not None
+        completed = [
+            point
+            for point in row.points
+            if point.status == COMPLETED and point.loss(row.unit) is not None
         ]
-        for one, other in combinations(known, 2):
+        for one, other in combinations(completed, 2):
             pair = f"{short_path(one.folder)} and {short_path(other.folder)} have the same settings"
-            if "" not in (one.origin, other.origin) and one.origin != other.origin:
-                return f"{pair}, but another training text or other weights at the start, so no row is compared."
+            checksums = {one.provenance_checksum, other.provenance_checksum}
+            if len(checksums) > 1 and "" not in checksums:
+                return (
+                    f"{pair}, but another training text or other weights at the start, so no row "
+                    "is compared."
+                )
             if one.seed == other.seed and one.loss(row.unit) != other.loss(row.unit):
-                return f"{pair} and seed, but different losses, so no row is compared; remove one of the two."
+                return (
+                    f"{pair} and seed, but different losses, so no row is compared; remove one of "
+                    "the two."
+                )
     return ""
 
 
@@ -261,7 +257,8 @@ def highest_converged(losses: Sequence[float]) -> float:
     Return the highest of all if most of them are equal.
     """
     best = min(losses)
-    return max(loss for loss in losses if loss <= best + (5 * (median(losses) - best) or inf))
+    limit = best + (5 * (median(losses) - best) or inf)
+    return max(loss for loss in losses if loss <= limit)
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -275,7 +272,8 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:
     """Return the numbers that a setting takes, in order."""
-    return sorted({value for row in rows if (value := row.number(name)) is not None})
+    values = {row.number(name) for row in rows}
+    return sorted(value for value in values if value is not None)
 
 
 def count_text(counts: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
-"""The points of a sweep: `sweep.json`, which lists them, and the status and measurements of their runs.
+"""The points of a sweep: `sweep.json`, which lists them, and the state of their runs.
 
-Both are read from the files that each run writes into its own folder, so a sweep is read in the same way while it
-runs, after it ended and after it crashed.
+Status and measurements are read from the files that each run writes into its own folder, so a
+sweep is read in the same way while it runs, after it ended and after it crashed.
 """
 
 import csv
@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from math import exp, expm1, isfinite, log, sqrt
-from operator import itemgetter, sub
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,6 +42,7 @@ TOTALS = (
     "tokens_per_second",
     *LOSS_NAMES.values(),
 )
+Values = dict[str, Any]  # of a file in JSON or YAML
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,15 @@ class Point:
     """One run of a sweep: its settings, its status and its measurements.
 
     Args:
-        status: completed, paused (at `pause_at`), running, waiting, failed, interrupted, crashed (the process ended
-            without a summary) or skipped (the configuration is impossible).
-        settings: the whole configuration by dotted key, which identifies the point: `relevant_settings`.
-        totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
+        status: completed, paused (at `pause_at`), running, waiting, failed, interrupted, crashed
+            (the process ended without a summary) or skipped (the configuration is impossible).
+        settings: the whole configuration by dotted key, which identifies the point:
+            `relevant_settings`.
+        totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so
+            far.
         curve: (tokens, validation loss in nats per token).
         diverged: the training loss rose and stayed there: `has_diverged`.
-        origin: checksum of the text and of the weights that the run started from.
+        provenance_checksum: of the text and of the weights that the run started from.
         validated: the text that the losses are of, as in `Corpus.validated_part`.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
@@ -64,14 +68,14 @@ class Point:
     overrides: Mapping[str, str]  # values of the swept settings, as they were written
     status: str = WAITING
     reason: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Values = field(default_factory=dict)
     planned_flops: float = 0.0  # of the whole training
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
     bits: Mapping[int, float] = field(default_factory=dict)
     rungs: Sequence[int] = ()
     diverged: bool = False
-    origin: str = ""
+    provenance_checksum: str = ""
     validated: str = ""
 
     @cached_property
@@ -92,9 +96,8 @@ class Point:
     @cached_property
     def row(self) -> str:
         """What the point shares with those that differ from it in their seed alone."""
-        settings = {
-            name: value for name, value in (self.settings or self.written).items() if name != "seed"
-        }
+        settings = dict(self.settings or self.written)
+        settings.pop("seed", None)
         # A reference is what it refers to; a reference to the seed stays.
         referred = {f"${{{name}}}": value for name, value in settings.items()}
         values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
@@ -105,7 +108,7 @@ class Point:
         """Settings whose values were in the environment; only runs of older versions have some."""
         return [name for name, value in self.settings.items() if OUTSIDE.match(f"{name}={value}")]
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Return a setting of the configuration, or, for a group, the choice that was given."""
         return self.settings.get(name, self.written.get(name))
 
@@ -125,11 +128,8 @@ class Point:
     @property
     def status_text(self) -> str:
         """The status, with the step at which a run paused."""
-        return (
-            f"paused at step {self.totals.get('steps', 0):.0f}"
-            if self.status == PAUSED
-            else self.status
-        )
+        at_step = f" at step {self.totals.get('steps', 0):.0f}"
+        return self.status + (at_step if self.status == PAUSED else "")
 
     def loss(self, unit: str) -> float | None:
         """Return the best validation loss in `NATS` or `BITS`; None if it is unknown."""
@@ -137,32 +137,31 @@ class Point:
 
 
 def read_sweep(folder: Path) -> list[Point]:
-    """Read the points of a sweep, with all settings; without a `sweep.json`, every run below the folder is a point.
+    """Read the points of a sweep, with all settings.
+
+    Without a `sweep.json`, every run below the folder is a point.
 
     Raises:
         UserError: the folder does not exist or holds no runs.
     """
+    advice = "give the folder of a sweep, such as runs/sweeps/latest"
     if not folder.is_dir():
-        raise UserError(
-            f"{folder} is not a folder; give the folder of a sweep, such as runs/sweeps/latest"
-        )
+        raise UserError(f"{folder} is not a folder; {advice}")
     folder = folder.resolve()
     if (folder / PLAN).exists():
-        fixed, planned = read_plan(folder)
+        fixed, points = read_plan(folder)
         shared = dict(override.partition("=")[::2] for override in fixed)
-        points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
+        points = [replace(point, overrides={**shared, **point.overrides}) for point in points]
     else:
-        points = [
-            _read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))
-        ]
+        files = sorted(folder.rglob(".hydra/overrides.yaml"))
+        points = [_read_run(file.parents[1]) for file in files]
     if not points:
-        raise UserError(
-            f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest"
-        )
+        raise UserError(f"{folder} holds no runs; {advice}")
     for point in points:
         if point.unrecorded:
             warn(
-                f"{point.folder} holds no value of {', '.join(point.unrecorded)}, so it is a row of its own"
+                f"{point.folder} holds no value of {', '.join(point.unrecorded)}, "
+                "so it is a row of its own"
             )
     return [refresh(point) for point in points]
 
@@ -184,25 +183,24 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
 
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
-    """Write `sweep.json`: the overrides and settings that all points share, and the state of each point."""
+    """Write `sweep.json`: the overrides and settings that all points share, and each point."""
     composed = [point.settings for point in points if point.settings]
-    first: Mapping[str, Any] = composed[0] if composed else {}
-    shared = {
-        k: v
-        for k, v in first.items()
-        if all(repr(each.get(k, ...)) == repr(v) for each in composed)
-    }
-    entries = [
-        {"folder": point.folder.name, "overrides": dict(point.overrides)}
-        | {
-            "settings": {k: v for k, v in point.settings.items() if k not in shared}
-            if point.settings
-            else None
-        }
-        | {name: getattr(point, name) for name in ("status", "reason")}
-        | {name: point.totals.get(name) for name in TOTALS}
-        for point in points
-    ]
+    shared = composed[0] if composed else {}
+    for settings in composed[1:]:
+        shared = {k: v for k, v in shared.items() if repr(settings.get(k, ...)) == repr(v)}
+    entries = []
+    for point in points:
+        own = {k: v for k, v in point.settings.items() if k not in shared}
+        entries.append(
+            {
+                "folder": point.folder.name,
+                "overrides": dict(point.overrides),
+                "settings": own if point.settings else None,
+                "status": point.status,
+                "reason": point.reason,
+                **{name: point.totals.get(name) for name in TOTALS},
+            }
+        )
     write_json(folder / PLAN, {"fixed": list(fixed), "settings": shared, "points": entries})
 
 
@@ -212,51 +210,63 @@ def refresh(point: Point) -> Point:
         return point
     folder = point.folder
     summary = _read_or_warn(lambda file: read_summary(file.parent), folder / SUMMARY)
-    status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
+    without_summary = CRASHED if (folder / ".hydra").exists() else WAITING
+    status = str(summary.get("status") or without_summary)
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
     measured = _read_or_warn(_measure, folder / METRICS)
     measured["totals"] = {**point.totals, **measured.get("totals", {}), **_finite(summary)}
     if corpus := summary.get("corpus_sha256"):
         weights = (summary.get("init_from") or {}).get("sha256")
-        measured["origin"] = origin(corpus, weights, summary.get("resumed_from"))
+        measured["provenance_checksum"] = provenance_checksum(
+            corpus, weights, summary.get("resumed_from")
+        )
     measured["validated"] = str(summary.get("validated") or point.validated)
     return replace(point, status=status, reason=str(summary.get("reason") or ""), **measured)
 
 
-def origin(corpus: str, weights: Mapping[str, str] | None, resumed_from: str | None = None) -> str:
-    """Identify what a run was trained on and from: checksums of the text and of the files of `init_from`, `resume`."""
+def provenance_checksum(
+    corpus: str, weights: Mapping[str, str] | None, resumed_from: str | None = None
+) -> str:
+    """Return a checksum of what a run was trained on and from.
+
+    Args:
+        corpus: checksum of the text.
+        weights: checksums of the files of `init_from`.
+        resumed_from: the checkpoint of `resume`.
+    """
     return sha256_json([corpus, weights, resumed_from])
 
 
-def _measure(file: Path) -> dict[str, Any]:
-    """Return the fields of a `Point` that `metrics.csv` has: totals, validation curves, whether the run diverged."""
+def _measure(file: Path) -> Values:
+    """Return the fields of a `Point` that are in `metrics.csv`."""
     columns = read_metrics(file) if file.exists() else {}
     last = {name: column[-1][1] for name, column in columns.items()}
+    # The tokens of all steps, at as many per step as in the last row that has them.
     steps = max((column[-1][0] for column in columns.values()), default=0)
     step, tokens = columns.get("tokens", [(1, 0.0)])[-1]
+    total_tokens = round(steps * tokens / step)
+    # The best validation, in both units.
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
-    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
     bits = {at: loss for at, loss in columns.get("val_bits_per_byte", ()) if isfinite(loss)}
-    totals: dict[str, Any] = {
+    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
+    totals: Values = {
         **last,  # has seconds and tokens/s
         LOSS_NAMES[NATS]: best,
         LOSS_NAMES[BITS]: bits.get(best_step),
         "steps": steps,
-        "tokens": round(steps * tokens / step),
+        "tokens": total_tokens,
     }
     if last.get("flops_per_second") and last.get("tokens_per_second"):
-        totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
-    # NaN, which stays, is a large loss.
+        totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * total_tokens
+    # A NaN, which stays to the end of a run, becomes a large loss: min(1e9, nan) is 1e9.
     trained = [max(1e-3, min(1e9, loss)) for _, loss in columns.get("train_loss", ())]
+    validated = [min(1e9, loss) for _, loss in columns.get("val_loss", ())]
     return {
         "totals": _finite(totals),
         "curve": [(round(at * tokens / step), loss) for at, loss in losses],
         "bits": bits,
-        "diverged": has_diverged(
-            trained,
-            [min(1e9, loss) for _, loss in columns.get("val_loss", ())],
-        ),
+        "diverged": has_diverged(trained, validated),
     }
 
 
@@ -269,58 +279,66 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
     falls is overfitting.
     """
     best = min(validated, default=0.0)
+    last_validated = validated[-1:]  # empty without a validation
+    # Both losses rose: the last tenth of the training loss, and the last validation loss.
     tail = trained[-max(1, len(trained) // 10) :] or [0.0]
-    rose_with_validation = min([median(tail), *validated[-1:]]) > DIVERGED * best > 0
+    if min([median(tail), *last_validated]) > DIVERGED * best > 0:
+        return True
+    # The levels of the training loss: medians over windows, counted from the end, the last first.
     # In logarithms the noise of a loss of 500 is that of a loss of 5.
     n = max(5, len(trained) // 20)
-    logs = [*map(log, trained)]
-    # The last window is the first of the list; if there is no other, the rise is 0.
+    logs = [log(loss) for loss in trained]
+    # If there is no other than the last, the rise is 0.
     levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]
-    noise = median([*map(abs, map(sub, logs[1:], logs))] or [0.0]) / sqrt(n)  # between two rows
     lowest = exp(min(levels))
-    rise = max((DIVERGED - 1) * (best or lowest), lowest * expm1(10 * noise))
-    return rose_with_validation or min([exp(levels[0]), *validated[-1:]]) > lowest + rise
+    # The noise of a level, from that between two rows: a rise has to be ten times as large.
+    changes = [abs(after - before) for before, after in pairwise(logs)] or [0.0]
+    noise = median(changes) / sqrt(n)
+    least_rise = max((DIVERGED - 1) * (best or lowest), lowest * expm1(10 * noise))
+    return min([exp(levels[0]), *last_validated]) > lowest + least_rise
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of the `TOTALS` that are finite numbers."""
-    found: dict[str, Any] = {name: values.get(name) for name in TOTALS}
+    found: Values = {name: values.get(name) for name in TOTALS}
     return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
 
 
-def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Point:
+def _planned(folder: Path, shared: Values, entry: Values) -> Point:
     name = entry["folder"]
     if Path(name).name != name:
         raise ValueError("a folder is not a file name")
+    # Older versions chose names that are too long for a file system.
+    if len(name.encode()) > MAX_NAME_BYTES:
+        name = sha256_json(name)
     point = Point(
-        # Older versions chose names that are too long for a file system.
-        folder / (name if len(name.encode()) <= MAX_NAME_BYTES else sha256_json(name)),
+        folder / name,
         {key: str(value) for key, value in entry["overrides"].items()},
         str(entry["status"]),
         str(entry["reason"]),
         totals=_finite({"params": entry["params"]}),
     )
-    own = (
-        point.written if entry["settings"] is None else entry["settings"]
-    )  # None: it did not compose
-    return replace(
-        point, settings={key: current(value) for key, value in {**shared, **own}.items()}
-    )
+    # A point without settings did not compose.
+    own = point.written if entry["settings"] is None else entry["settings"]
+    settings = {**shared, **own}
+    return replace(point, settings={key: current(value) for key, value in settings.items()})
 
 
 def _read_run(folder: Path) -> Point:
-    config = folder / ".hydra/config.yaml"
     return Point(
         folder,
         _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml"),
-        settings=_read_or_warn(_read_settings, config) if config.exists() else {},
+        settings=_read_or_warn(_read_settings, folder / ".hydra/config.yaml"),
     )
 
 
-# The loader without C code raises an error where nesting would overflow the stack of the other.
-def _read_settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> Values:
+    if not file.exists():
+        return {}
     text = file.read_text(encoding="utf-8")
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+    # The loader without C code raises an error where nesting would overflow the stack of the other.
+    events = yaml.parse(text, yaml.SafeLoader)
+    if any(isinstance(event, yaml.AliasEvent) for event in events):
         raise ValueError("it has aliases, which can expand without end")
     return relevant_settings(yaml.load(text, yaml.SafeLoader))
 
@@ -333,7 +351,7 @@ def _read_overrides(file: Path) -> dict[str, str]:
     return {name: text.partition("=")[2] for name, text in named.items()}
 
 
-def _read_or_warn(read: Callable[[Path], dict[str, Any]], file: Path) -> dict[str, Any]:
+def _read_or_warn(read: Callable[[Path], Values], file: Path) -> Values:
     """Read a file of a run; warn and return nothing of it if it is damaged."""
     try:
         return read(file)

@@ -42,7 +42,7 @@ from minigpt.sweeps.results import (
     SKIPPED,
     WAITING,
     Point,
-    origin,
+    provenance_checksum,
     read_plan,
     refresh,
     write_plan,
@@ -261,7 +261,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         )
         # Refuse a run that was trained on something else.
         weights = pretrained.provenance(cfg.data.folder)["sha256"] if pretrained else None
-        if cfg.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
+        checksum = provenance_checksum(corpus.sha256, weights)
+        if cfg.resume is None and point.provenance_checksum not in ("", checksum):
             raise UserError(
                 f"{point.folder} was trained on another text or from other weights; "
                 f"{ANOTHER_FOLDER}"
