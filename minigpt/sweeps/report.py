@@ -1,8 +1,7 @@
-"""The report of a sweep: sentences and a ranked table in the terminal, `sweep.md`, `sweep.csv`, `sweep.png`, and all
-on Weights & Biases.
+"""The report of a sweep: sentences and a table in the terminal, in files and on Weights & Biases.
 
-It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
-are needed. Text from files is sanitized before it reaches a terminal.
+It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are
+imported when they are needed. Text from files is sanitized before it reaches a terminal.
 """
 
 import csv
@@ -12,19 +11,25 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from math import inf
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
-from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
+from minigpt.sweeps.ranking import Row, incomparable, numbers, points_of, ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
@@ -38,26 +43,26 @@ def report(
     Args:
         folders: sweeps, or folders with runs below them, or runs.
         out: folder to write to; by default that of the only sweep, and none for several.
-        along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
+        along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if
+            that is unique.
 
     Returns:
         The sentences of the answer.
 
     Raises:
-        UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
+        UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs
+            differ.
     """
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    points = list(
-        {point.folder: point for folder in folders for point in read_sweep(folder)}.values()
-    )
-    rows = ranked(points)
+    found = chain.from_iterable(map(read_sweep, folders))
+    points = {point.folder: point for point in found}  # folders may overlap
+    rows = ranked(list(points.values()))
     along = along if along is None else _full_name(rows, along)
     only = folders[0].resolve() if len(folders) == 1 else None
-    out, n_runs = out or only, sum((folder / ".hydra").is_dir() for folder in folders)
-    title = (
-        only.name if only else f"{len(folders)} {'runs' if n_runs == len(folders) else 'sweeps'}"
-    )
-    sentences = [*map(sanitize_line, answer(rows))]
+    out = out or only
+    kind = "runs" if all((folder / ".hydra").is_dir() for folder in folders) else "sweeps"
+    title = only.name if only else f"{len(folders)} {kind}"
+    sentences = [sanitize_line(sentence) for sentence in answer(rows)]
     try:
         if out:
             write_files(out, rows, sentences, title=title, along=along)
@@ -93,48 +98,16 @@ def write_files(
 def print_table(rows: Sequence[Row]) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
-    A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit; the files have all.
+    A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit;
+    the files have all.
     """
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    header, cells = _table(rows)
     best = None if incomparable(rows) else rows[0]
-    console = Console(
-        width=None if sys.stdout.isatty() else 100_000,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
-    shown = dict.fromkeys(header)
-    for unneeded in (
-        "",
-        *(["status"] if all(row.status == COMPLETED for row in rows) else []),
-        "params",
-        "bits/byte",
-    ):
-        shown.pop(unneeded, None)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-        for name in shown:
-            table.add_column(
-                name,
-                justify="right" if name == "params" else "left",
-                overflow="fold",
-                min_width=min(len(name), 16),
-            )
-        for row, line in zip(rows, cells, strict=True):
-            style = "dim" if not row.losses else "bold" if row is best else None
-            table.add_row(
-                *(cell for name, cell in zip(header, line, strict=True) if name in shown),
-                style=style,
-            )
-        if (
-            console.measure(table, options=console.options.update(width=100_000)).maximum
-            <= console.width
-        ):
-            break
-    folders = [point.folder.parent for row in rows for point in row.points]
+    width = None if sys.stdout.isatty() else 100_000
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    folders = [point.folder.parent for point in points_of(rows)]
+    table = _fitting_table(rows, best, console)
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
     console.print(table)
     print()
@@ -143,41 +116,68 @@ def print_table(rows: Sequence[Row]) -> None:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
     if any(row.provisional and row.losses for row in rows):
         print(
-            "* provisional, because not all runs completed; ranked after the rows whose runs all completed"
+            "* provisional, because not all runs completed; "
+            "ranked after the rows whose runs all completed"
         )
     if best and best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best and best.losses:
-        loss = _format_loss(best, best.unit) + (" bits/byte" if best.unit == BITS else "")
-        run = min(
-            best.points, key=lambda point: inf if (loss := point.loss(best.unit)) is None else loss
-        )
-        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
+        unit = " bits/byte" if best.unit == BITS else ""
+        print(f"best     {_format_loss(best, best.unit)}{unit}: {sanitize_line(best.label())}")
+        lowest = min(best.losses)
+        run = next(point for point in best.points if point.loss(best.unit) == lowest)
+        print(f"run      {_display(run.folder)}")
+
+
+def _fitting_table(rows: Sequence[Row], best: Row | None, console: "Console") -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    header, cells = _table(rows)
+    shown = dict.fromkeys(header)
+    # What a reader misses least is left out first; a status that all rows have, before that.
+    completed = all(row.status == COMPLETED for row in rows)
+    for unneeded in ("", "status" if completed else "", "params", "bits/byte"):
+        shown.pop(unneeded, None)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        for name in shown:
+            justify = "right" if name == "params" else "left"
+            table.add_column(name, justify=justify, overflow="fold", min_width=min(len(name), 16))
+        for row, line in zip(rows, cells, strict=True):
+            style = "bold" if row is best else None
+            table.add_row(
+                *(cell for name, cell in zip(header, line, strict=True) if name in shown),
+                style=style if row.losses else "dim",
+            )
+        needed = console.measure(table, options=console.options.update(width=100_000))
+        if needed.maximum <= console.width:
+            break
+    return table
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    names, compared = rows[0].short_names, any(row.margin for row in rows)
+    names = rows[0].short_names
+    compared = any(row.margin for row in rows)
     differences = ["from the best"] if compared else []
     header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status"]
     cells = []
     for rank, row in zip(_ranks(rows), rows, strict=True):
-        place, params = f"{rank}*" if rank and row.provisional else rank, row.mean_of("params")
-        cells.append(
-            [
-                place,
-                *map(row.value, names),
-                _format_loss(row, NATS),
-                *([_format_difference(row)] if compared else []),
-                _format_loss(row, BITS),
-                "–" if params is None else f"{params:,.0f}",
-                row.status,
-            ]
-        )
-    return [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
+        params = row.mean_of("params")
+        line = [
+            f"{rank}*" if rank and row.provisional else rank,
+            *map(row.value, names),
+            _format_loss(row, NATS),
+            *([_format_difference(row)] if compared else []),
+            _format_loss(row, BITS),
+            "–" if params is None else f"{params:,.0f}",
+            row.status,
+        ]
+        cells.append([sanitize_line(cell) for cell in line])
+    return [sanitize_line(name) for name in header], cells
 
 
 def _ranks(rows: Sequence[Row]) -> list[str]:
-    """Return the ranks of rows; empty for rows without a loss, and for all if their losses do not compare."""
+    # Rows without a loss have no rank, nor has any if their losses do not compare.
     reason = incomparable(rows)
     return [str(rank) if row.losses and not reason else "" for rank, row in enumerate(rows, 1)]
 
@@ -185,42 +185,41 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
 def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
     header, cells = _table(rows)
-    lines = [
-        "| " + " | ".join(map(_escape, line)) + " |"
-        for line in (header, ["---"] * len(header), *cells)
-    ]
-    text = [
-        *(f"# {_escape(sanitize_line(title))}", ""),
-        *(f"- {_escape(sentence)}" for sentence in sentences),
-        *("", f"![the runs of the sweep]({PLOT})", ""),
-        *(*lines, ""),
-    ]
+    lines = [f"# {_escape(sanitize_line(title))}", ""]
+    lines += [f"- {_escape(sentence)}" for sentence in sentences]
+    lines += ["", f"![the runs of the sweep]({PLOT})", ""]
+    for line in (header, ["---"] * len(header), *cells):
+        lines.append("| " + " | ".join(map(_escape, line)) + " |")
+    text = "\n".join([*lines, ""])
     with atomic_write(file) as partial:
-        partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _escape(text: str) -> str:
-    """Escape the characters that start HTML, links, images, code and cells in Markdown."""
+    # The characters that start HTML, links, images, code and cells in Markdown.
     return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", text)
 
 
 def write_table(file: Path, rows: Sequence[Row]) -> None:
-    """Write `sweep.csv`: the ranked rows. Intervals and differences are in the unit of the ranking."""
+    """Write `sweep.csv`: the ranked rows, with intervals and differences in the ranking's unit."""
     names = list(rows[0].short_names)
-    header = [
-        *("rank", *names),
-        *("val_loss", "val_bits_per_byte", "interval"),
-        *("difference", "difference_interval", "tied"),
-        *("seeds", *_COSTS),
-        *("status", "reason"),
-    ]
+    losses = ["val_loss", "val_bits_per_byte", "interval"]
+    differences = ["difference", "difference_interval", "tied"]
+    header = ["rank", *names, *losses, *differences, "seeds", *_COSTS, "status", "reason"]
     table = [
         [
-            *(rank, *map(row.overrides.get, names)),
-            *(row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval),
-            *(row.difference, row.margin, row.tied if row.margin is not None else ""),
-            *(row.n_seeds, *map(row.mean_of, _COSTS)),
-            *(row.status, row.reason),
+            rank,
+            *map(row.overrides.get, names),
+            row.in_unit(NATS).loss,
+            row.in_unit(BITS).loss,
+            row.interval,
+            row.difference,
+            row.margin,
+            "" if row.margin is None else row.tied,
+            row.n_seeds,
+            *map(row.mean_of, _COSTS),
+            row.status,
+            row.reason,
         ]
         for rank, row in zip(_ranks(rows), rows, strict=True)
     ]
@@ -229,22 +228,20 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
 
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
-    names, losses = list(rows[0].short_names), ["val_loss", "val_bits_per_byte"]
+    names = list(rows[0].short_names)
+    losses = ["val_loss", "val_bits_per_byte"]
     header = [*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]
-    table = [
-        [
-            *map(row.overrides.get, names),
-            point.seed,
-            *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
-            *(point.status, point.reason, point.folder),
-        ]
-        for row in rows
-        for point in row.points
-    ]
-    _write_csv(file, [header, *table])
+    table: list[list[object]] = [[*header]]
+    for row in rows:
+        settings = [row.overrides.get(name) for name in names]
+        for point in row.points:
+            totals = map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS))
+            state = (point.status, point.reason, point.folder)
+            table.append([*settings, point.seed, *totals, *state])
+    _write_csv(file, table)
 
 
-def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
+def _write_csv(file: Path, table: Sequence[Sequence[object]]) -> None:
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     with (
         atomic_write(file) as partial,
@@ -253,21 +250,16 @@ def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
         csv.writer(opened).writerows(table)
 
 
-def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
-    """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
-    from omegaconf import OmegaConf, open_dict
-
+def publish(folder: Path, sentences: Sequence[str], wandb_config: DictConfig) -> None:
+    """Log the report of a sweep to a run of its own in the sweep's W&B group, by `logger.wandb`."""
     from minigpt.runs.trainer import instantiate_group  # imports Lightning, as the logger
 
-    settings: Any = wandb_config.copy()
+    settings = wandb_config.copy()
     with open_dict(settings):
-        settings.update(
-            {"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"}
-        )
+        settings.update(folder=str(folder), name=f"{folder.name} summary", resume="allow")
     # Resolved once: a `${…}` that is left is a text.
-    for logger in instantiate_group(
-        "logger", {"wandb": OmegaConf.to_container(settings, resolve=True)}
-    ):  # on rank 0
+    resolved = {"wandb": OmegaConf.to_container(settings, resolve=True)}
+    for logger in instantiate_group("logger", resolved):  # on rank 0
         import wandb
 
         logger.log_metrics(
@@ -280,41 +272,43 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
         logger.finish({"answer": "\n".join(sentences)})
 
 
-def _read_table(file: Path) -> tuple[list[Any], list[list[Any]]]:
-    """Read a header and rows; a column of numbers has numbers, and None where a cell is empty."""
+def _read_table(file: Path) -> tuple[list[str], list[tuple[object, ...]]]:
+    # A column of numbers has numbers, and None where a cell is empty.
     with open(file, newline="", encoding="utf-8") as opened:
-        header, *lines = list[list[Any]](csv.reader(opened))
-    columns = [[*column] for column in zip(*lines, strict=True)]
-    for i, column in enumerate(columns):
+        header, *lines = csv.reader(opened)
+    columns: list[Sequence[object]] = []
+    for column in zip(*lines, strict=True):
+        columns.append(column)
         with suppress(ValueError):
-            columns[i] = [float(cell) if cell else None for cell in column]
-    return header, [[*line] for line in zip(*columns, strict=True)]
+            columns[-1] = [float(cell) if cell else None for cell in column]
+    return header, list(zip(*columns, strict=True))
 
 
 def _full_name(rows: Sequence[Row], along: str) -> str:
-    """Return the numeric setting that `--along` names, in full or by its last part."""
+    # `--along` names a numeric setting in full or by its last part.
     numeric = [name for name in rows[0].short_names if len(numbers(rows, name)) > 1]
     for name, short in short_names(numeric).items():
         if along in (name, short):
             return name
     raise UserError(
         sanitize_line(
-            f"--along={along} must be one numeric setting in which the runs differ{did_you_mean(along, numeric)}; "
-            f"use one of: {', '.join(numeric) or 'none'}"
+            f"--along={along} must be one numeric setting in which the runs differ"
+            f"{did_you_mean(along, numeric)}; use one of: {', '.join(numeric) or 'none'}"
         )
     )
 
 
 def _format_loss(row: Row, unit: str) -> str:
-    """Format the mean loss and, in the unit of the ranking, its interval and the number of runs."""
-    text, known, runs = row.in_unit(unit).loss_text, len(row.losses), len(row.points)
+    # In the unit of the ranking, the mean loss has its interval and the number of runs.
+    text = row.in_unit(unit).loss_text
+    known = len(row.losses)
+    runs = len(row.points)
     if unit != row.unit or known == 0 or runs == 1:
         return text
     return f"{text} ({known} runs)" if known == runs else f"{text} ({known} of {runs} runs)"
 
 
 def _format_difference(row: Row) -> str:
-    """Format the difference from the best row, such as `+0.0210 ± 0.0183`."""
     if not row.margin:  # of the best row, and of rows that are not compared
         return "–"
     return f"{row.difference:+.4f} ± {row.margin:.4f}{', tied' if row.tied else ''}"

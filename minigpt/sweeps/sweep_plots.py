@@ -1,4 +1,4 @@
-"""Plot a sweep: the loss over what was swept, learning curves, and the loss over parameters and training FLOPs.
+"""Plot a sweep: the loss over what was swept, learning curves, and the loss over its costs.
 
 Text from files goes through `_escape` on its way into a plot.
 """
@@ -6,7 +6,6 @@ Text from files goes through `_escape` on its way into a plot.
 from collections import Counter
 from collections.abc import Sequence
 from math import inf, nan, prod
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,6 +20,7 @@ from minigpt.sweeps.ranking import (
     incomparable,
     numbers,
     pareto_front,
+    points_of,
 )
 from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
@@ -31,78 +31,75 @@ MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
 
 
 def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -> Figure:
-    """Plot a sweep; `along` is a numeric setting to plot the loss over, one line per combination of the others."""
+    """Plot a sweep.
+
+    Args:
+        along: a numeric setting to plot the loss over, one line per combination of the others.
+    """
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     swept, curves, params, flops = figure.subplots(2, 2).flat
-    if measured := [row for row in rows if row.losses]:
+    measured = [row for row in rows if row.losses]
+    if measured:
         _plot_swept(swept, rows, along)
         _plot_curves(curves, measured)
         _plot_cost(params, measured, "params", "parameters N")
         _plot_cost(flops, measured, "flops", "training FLOPs C")
-    counts = count_text(Counter(point.status for row in rows for point in row.points))
-    counts += "; losses not comparable" if incomparable(rows) else ""
-    figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
+    counts = count_text(Counter(point.status for point in points_of(rows)))
+    warning = "; losses not comparable" if incomparable(rows) else ""
+    figure.suptitle(_escape(f"{title}: {counts}{warning}", 120), fontsize=14)
     return figure
 
 
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
     values = {name: numbers(rows, name) for name in rows[0].short_names}
-    numeric = [
-        name
-        for name in values
-        if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)
-    ]
-    if (
-        along is None
-        and len(numeric) == 1
-        and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED
-    ):
-        along = numeric[0]
+    numeric = [name for name in values if len(values[name]) > 1 and _is_numeric(rows, name)]
+    if along is None and len(numeric) == 1:
+        lines = {row.label(numeric[0]) for row in rows}
+        along = numeric[0] if len(lines) <= MAX_LABELED else None
     if along is not None:
         _plot_lines(panel, rows, along)
     elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
         _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    seeds = (
-        ", mean and 95 % interval over seeds"
-        if any(row.interval is not None for row in rows)
-        else ""
-    )
+    compared = any(row.interval is not None for row in rows)
+    seeds = ", mean and 95 % interval over seeds" if compared else ""
     panel.set_title(f"best validation loss{seeds}")
 
 
+def _is_numeric(rows: Sequence[Row], name: str) -> bool:
+    return all(row.number(name) is not None for row in rows)
+
+
 def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
-    """Plot a grid of two settings, with the mean loss and the status in each cell."""
-    columns, lines = numbers(rows, x), numbers(rows, y)
-    cells: dict[Any, Row] = {
-        (row.number(y), row.number(x)): row for row in reversed(rows)
-    }  # the best is shown
+    columns = numbers(rows, x)
+    lines = numbers(rows, y)
+    # Of two rows in a cell, the better is shown.
+    cells = {(float(row.value(y)), float(row.value(x))): row for row in reversed(rows)}
     losses = np.full((len(lines), len(columns)), nan)
     for (line, column), row in cells.items():
-        i, j = lines.index(line), columns.index(column)
+        i = lines.index(line)
+        j = columns.index(column)
         losses[i, j] = row.loss  # NumPy stores None as nan
-        text = [row.loss_text.replace(" ", "\n", 1)] if row.losses else []
-        text += [_escape(row.status).replace(", ", "\n")] if row.status != COMPLETED else []
+        text = row.loss_text.replace(" ", "\n", 1) if row.losses else ""
+        if row.status != COMPLETED:
+            text += "\n" + _escape(row.status).replace(", ", "\n")
         if row.tied and row is not rows[0]:
+            cell = (j - 0.5, i - 0.5)
             panel.add_patch(
-                Rectangle(
-                    (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0
-                )
+                Rectangle(cell, 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0)
             )
         if len(cells) <= MAX_ANNOTATED:
-            panel.text(
-                j,
-                i,
-                "\n".join(text),
-                ha="center",
-                va="center",
-                weight="bold" if row is rows[0] else "normal",
-            )
-    highest = highest_converged(losses[np.isfinite(losses)].tolist())
+            weight = "bold" if row is rows[0] else "normal"
+            panel.text(j, i, text.lstrip("\n"), ha="center", va="center", weight=weight)
     image = panel.imshow(
-        losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest
+        losses,
+        cmap="viridis_r",
+        alpha=0.5,
+        origin="lower",
+        aspect="auto",
+        vmax=highest_converged(losses[np.isfinite(losses)].tolist()),
     )
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
@@ -112,11 +109,14 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
 
 
 def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
-    """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
+    # One line per combination of the other settings, that of the best run first.
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, half of its interval)
+    shown = []
     for row in rows:
-        if row.loss is not None and (value := row.number(along)) is not None:
+        value = row.number(along)
+        if row.loss is not None and value is not None:
             lines.setdefault(row.label(along), []).append((value, row.loss, row.interval or nan))
+            shown.append(row.loss)
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, intervals = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
@@ -127,45 +127,39 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
-    _finish(panel, [loss for line in lines.values() for _, loss, _ in line])
+    _finish(panel, shown)
 
 
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
-    """Plot the losses of rows, with their names above them."""
+    beside_axis = panel.get_yaxis_transform()
     for rank, row in enumerate(rows):
         panel.errorbar(
             row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank)
         )
-        panel.text(
-            0.01,
-            rank - 0.2,
-            _escape(row.label(), 80),
-            fontsize=8,
-            transform=panel.get_yaxis_transform(),
-        )
+        name = _escape(row.label(), 80)
+        panel.text(0.01, rank - 0.2, name, fontsize=8, transform=beside_axis)
     panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
     panel.set(ylim=(len(rows) - 0.5, -0.8), xlabel=f"best validation loss ({rows[0].unit})")
 
 
 def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
-    """Plot validation loss over tokens for every run, the best rows in color."""
+    # Every run, the best rows in color.
     ends = []
     for rank, row in enumerate(rows):
-        style: dict[str, Any] = {
-            "color": _rank_color(rank),
-            "linewidth": 2.5 if rank == 0 else 1.2,
-            "linestyle": "-" if row.status == COMPLETED else ":",
-            "zorder": 3 - rank / len(rows),
-        }
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
+            # Curves are in nats per token.
             scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
-            tokens, losses = (
-                [at for at, _ in point.curve],
-                [scale * loss for _, loss in point.curve],
-            )
+            losses = [scale * loss for _, loss in point.curve]
             panel.plot(
-                tokens, losses, marker="." if len(losses) == 1 else None, label=label, **style
+                [at for at, _ in point.curve],
+                losses,
+                marker="." if len(losses) == 1 else None,
+                label=label,
+                color=_rank_color(rank),
+                linewidth=2.5 if rank == 0 else 1.2,
+                linestyle="-" if row.status == COMPLETED else ":",
+                zorder=3 - rank / len(rows),
             )
             label = None  # one entry in the legend for all seeds
             ends += losses[1:] or losses
@@ -179,16 +173,15 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
 
 
 def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
-    """Plot the loss over a cost, with the Pareto front."""
-    known = [
-        (x, row.loss, row.interval or nan) for row in rows if row.loss and (x := row.mean_of(cost))
-    ]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
+    found = [(row.mean_of(cost), row.loss, row.interval or nan) for row in rows]
+    known = [(x, loss, interval) for x, loss, interval in found if x and loss]
     if not known:
         return
     costs, losses, intervals = zip(*known, strict=True)
     panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
-    if len(front := pareto_front(zip(costs, losses, strict=True))) > 1:
+    front = pareto_front(zip(costs, losses, strict=True))
+    if len(front) > 1:
         panel.plot(*zip(*front, strict=True), color="0.2", label="Pareto front")
     panel.plot(costs[0], losses[0], "*", markersize=15, color="C3", label=f"best {losses[0]:.4f}")
     panel.set_xscale("log")  # after the points, which set the limits
@@ -197,19 +190,22 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
         major_formatter=EngFormatter(),
         minor_formatter=NullFormatter(),
     )
-    _finish(panel, losses, loc="upper right")
+    _finish(panel, losses, legend_beside=False)
 
 
-def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
-    """Add a grid and a legend (beside the panel), and limit the y axis to the losses of runs that did not diverge."""
+def _finish(panel: Axes, losses: Sequence[float], legend_beside: bool = True) -> None:
+    # The y axis is that of the losses of runs that did not diverge.
     highest = highest_converged(losses) if losses else inf
-    if above := sum(loss > highest for loss in losses):
+    above = sum(loss > highest for loss in losses)
+    if above:
         margin = 0.05 * (highest - min(losses))
         panel.set_ylim(min(losses) - margin, highest + margin)
         panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
     panel.grid(alpha=0.3)
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8, **(legend or {"loc": "upper left", "bbox_to_anchor": (1, 1)}))
+        panel.legend(fontsize=8, loc="upper right")
+        if legend_beside:
+            panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _rank_color(rank: int) -> str:
@@ -217,11 +213,8 @@ def _rank_color(rank: int) -> str:
 
 
 def _escape(text: str, max_chars: int = 60) -> str:
-    """Return text from a file without control characters and formulas, shortened."""
+    # Text from a file, without control characters and formulas, shortened.
     text = sanitize_line(text)
-    text = (
-        text
-        if len(text) <= max_chars
-        else f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
-    )
+    if len(text) > max_chars:
+        text = f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
     return text.replace("$", r"\$")
