@@ -1,7 +1,7 @@
 """Summarize a sweep in sentences: the effects of settings, and the noise."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -20,7 +20,7 @@ _MAX_REPEATED = 4  # combinations of settings that the command with more seeds r
 def answer(rows: Sequence[Row]) -> list[str]:
     """Return what the rows of `ranked` show, the most important first."""
     complete, comparison = compare_rows(rows)
-    notes = list(_notes(points_of(rows)))
+    notes = _notes(points_of(rows))
     if not complete:
         return ["No run has completed with a loss, so nothing can be compared.", *notes]
     if reason := incomparable(rows):
@@ -48,7 +48,7 @@ def _lowest(best: Row, rows: Sequence[Row]) -> str:
 
 
 def _others(rows: Sequence[Row]) -> str:
-    """Return how many rows are worse than the best, and how many may be as good."""
+    # How many of them are worse than the best, and how many may be as good.
     n = len(rows) - 1
     tied = [row for row in rows[1:] if row.tied]
     if not tied:
@@ -70,7 +70,7 @@ def _others(rows: Sequence[Row]) -> str:
 
 
 def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]) -> list[str]:
-    """Describe each setting, that with the largest effect first, if the grid is complete."""
+    # The values of each setting; effects are estimated if all their combinations are compared.
     levels = {}
     for name in complete[0].short_names:
         values = _values(complete, name)
@@ -95,24 +95,21 @@ def _effect(
     comparison: Comparison,
     rows: Sequence[Row],
 ) -> tuple[float, str]:
-    """Return the effect of a setting, and a sentence that describes it and its exceptions."""
     short = complete[0].short_names[name]
     values = levels[name]
     # Compare the mean losses of the values, each over the rows that have it, with the lowest.
-    has_value = [[float(row.value(name) == value) for row in complete] for value in values]
-    weights = np.array(has_value)  # (V, R)
-    weights /= weights.sum(1, keepdims=True)
+    value_of_row = [values.index(row.value(name)) for row in complete]
+    member = np.equal.outer(np.arange(len(values)), value_of_row)  # (V, R)
+    weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]  # (V, R)
     worse_by = contrasts @ comparison.means  # (V,)
     margin = comparison.margin(contrasts, len(values), FAMILY_ERROR / len(levels))  # (V,)
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
     # Where there are other settings, the effect is an average over theirs, with exceptions.
-    on_average = ""
-    places = []
-    if len(levels) > 1:
-        on_average = " on average"
-        places = _exceptions(name, values[best] if worse else None, complete, comparison)
+    on_average = " on average" if len(levels) > 1 else ""
+    usual = values[best] if worse else None
+    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
     # Describe the nearest value that is worse, or the exceptions alone, or the lack of an effect.
     if worse:
         near = worse[0]
@@ -121,6 +118,7 @@ def _effect(
             f"by {worse_by[near]:.4f} ± {margin[near]:.4f}{on_average}"
         )
         if len(worse) == len(values) - 1 and len(numbers(complete, name)) == len(values):
+            # What was tried includes runs that are not compared.
             text += _edge(float(values[best]), numbers(rows, name))
         if places:
             text += f"; but {_some(places)}"
@@ -136,23 +134,16 @@ def _effect(
 
 
 def _edge(best: float, tried: Sequence[float]) -> str:
-    # What was tried includes runs that are not compared.
-    if best == tried[-1]:
-        end = "largest"
-    elif best == tried[0] and best not in (0, 1):
-        end = "smallest"
-    else:
-        return ""
-    return f"; it is the {end} value, so the best may lie beyond"
+    smallest = None if best in (0, 1) else tried[0]  # below 0 and 1 there is often nothing to try
+    ends = {smallest: "smallest", tried[-1]: "largest"}
+    return f"; it is the {ends[best]} value, so the best may lie beyond" if best in ends else ""
 
 
 def _exceptions(
     name: str, best: str | None, rows: Sequence[Row], comparison: Comparison
 ) -> list[str]:
-    """List the values of the other settings at which one has another effect than on average.
-
-    Given its best value, another is better there; without one, its values differ there.
-    """
+    # The values of the other settings at which one has an effect or, given its best value, another
+    # value is better.
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row.label(name), []).append(i)
@@ -166,33 +157,40 @@ def _exceptions(
         worse_by = means[usual] - means[low]
         margin = comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
         if worse_by > margin:
-            pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
-            found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
+            text = (
+                f"at {where}, {rows[usual].value(name)} is worse than {rows[low].value(name)} "
+                f"by {worse_by:.4f} ± {margin:.4f}"
+            )
+            found.append((worse_by, text))
     return [text for _, text in sorted(found, reverse=True)]
 
 
-def _noise(rows: Sequence[Row]) -> Iterator[str]:
+def _noise(rows: Sequence[Row]) -> list[str]:
     least = min((row.margin for row in rows[1:] if row.margin), default=0.0)
-    if least:
-        yield f"Differences from the best row below {least:.4f} are within the noise."
-    if min(row.n_seeds for row in rows) < LEAST_SEEDS:
-        yield (
-            f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the "
-            "others."
-        )
+    fewest = min(row.n_seeds for row in rows)
     # The row that would be the best if all continued to fall as in the last third of training.
     ends = [_later_loss(row) for row in rows]
     row = rows[int(np.argmin(ends))]
-    if ends[0] < np.inf and row is not rows[0] and not row.tied:
-        yield (
+    wins_later = ends[0] < np.inf and row is not rows[0] and not row.tied
+    sentences = [
+        (least > 0, f"Differences from the best row below {least:.4f} are within the noise."),
+        (
+            fewest < LEAST_SEEDS,
+            f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the "
+            "others.",
+        ),
+        (
+            wins_later,
             f"If losses fell on as in the last third of the training, {row.label()} would be at "
             f"{min(ends):.4f} after another third, and the best row at {ends[0]:.4f}: longer runs "
-            "may rank it first."
-        )
+            "may rank it first.",
+        ),
+    ]
+    return [sentence for holds, sentence in sentences if holds]
 
 
 def _later_loss(row: Row) -> float:
-    """Return the best loss after another third of the training, if it fell on as in the last."""
+    # The best loss after another third of the training, if it fell on as in the last; or inf.
     losses = []
     for point in row.points:
         loss = point.loss(row.unit)
@@ -204,46 +202,47 @@ def _later_loss(row: Row) -> float:
     return float(np.mean(losses)) if losses else np.inf
 
 
-def _notes(points: Sequence[Point]) -> Iterator[str]:
+def _notes(points: Sequence[Point]) -> list[str]:
+    n = len(points)
     # Runs that have not completed.
     counts = Counter(point.status for point in points if point.pending)
     paused = counts.pop(PAUSED, 0)
-    if paused:
-        yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
-    if counts:
-        yield (
-            f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not "
-            "compared."
-        )
-    # Those that have, but not as planned.
+    # Runs that have, but not as planned, or as planned by the clock.
     completed = [point for point in points if point.status == COMPLETED]
     stopped = sum(point.reason != "" for point in completed)
-    if stopped:
-        yield (
-            f"{stopped} of {len(points)} runs stopped early: rows may differ in their numbers of "
-            "steps."
-        )
     missing = sum(point.loss(NATS) is None for point in completed)
-    if missing:
-        yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
-    # Those whose steps were planned by the clock.
-    steps = [point.totals["steps"] for point in completed if point.settings.get("minutes")]
-    if steps:
-        n = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps))))
-        yield f"minutes= planned {n} steps: rows are compared at equal time."
+    steps = sorted(point.totals["steps"] for point in completed if point.settings.get("minutes"))
+    planned = dict.fromkeys(f"{step:,.0f}" for step in steps[:1] + steps[-1:])
+    sentences = [
+        (paused, f"{paused} of {n} runs are paused; their rows are not compared."),
+        (
+            counts,
+            f"Of {n} runs, {count_text(counts)}: rows without all their runs are not compared.",
+        ),
+        (
+            stopped,
+            f"{stopped} of {n} runs stopped early: rows may differ in their numbers of steps.",
+        ),
+        (
+            missing,
+            f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss.",
+        ),
+        (
+            planned,
+            f"minutes= planned {' to '.join(planned)} steps: rows are compared at equal time.",
+        ),
+    ]
+    return [sentence for holds, sentence in sentences if holds]
 
 
-def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield why noise and effects cannot be told apart, and the command that adds two seeds."""
+def _unknown_noise(rows: Sequence[Row]) -> list[str]:
+    # Why noise and effects cannot be told apart, and the command that adds two seeds.
     if len(rows) == 1:
-        yield "There is no other row to compare it with."
-        return
+        return ["There is no other row to compare it with."]
     if any(len(row.losses) > 1 for row in rows):
-        yield (
+        return [
             "Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
-        )
-        return
-    yield "Every row has one seed, so noise and effects cannot be told apart."
+        ]
     # Repeat the best rows, as long as the product of their values holds few others.
     for n in (3, 2, 1):
         values = {name: _values(rows[:n], name) for name in rows[0].short_names}
@@ -254,26 +253,22 @@ def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         runs -= all(row.value(name) in each for name, each in values.items())
     text = _extend(rows, values)
-    if text:
-        yield f"Add two seeds to the best rows ({runs} runs): {text}"
+    advice = [f"Add two seeds to the best rows ({runs} runs): {text}"] if text else []
+    return ["Every row has one seed, so noise and effects cannot be told apart.", *advice]
 
 
 def _extend(rows: Sequence[Row], values: Mapping[str, Sequence[str]]) -> str:
-    """Return the command that adds points to the grid of the rows; empty for other runs."""
+    # The command that adds points to the grid of the rows; empty for other runs.
     first = rows[0].points[0]
-    settings = dict(first.overrides)
-    for name in settings:
-        if name.lstrip("+") in values:
-            settings[name] = ",".join(values[name.lstrip("+")])
+    given = {name: values.get(name.lstrip("+"), [value]) for name, value in first.overrides.items()}
+    settings = {name: ",".join(each) for name, each in given.items()}
     start = int(first.seed) if first.seed.isdecimal() else 1
     settings["seed"] = ",".join(str(start + i) for i in range(_SEEDS))
     # Only of dicts, and of settings that act again, the order has an effect.
     ordered = any("#" in name or "{" in value for name, value in settings.items())
-    folders = {point.folder.parent for point in points_of(rows)}
-    folder = first.folder.parent
-    if len(folders) > 1 or ordered or settings.get("+sweep") == "search":
-        return ""
-    if not (folder / PLAN).exists():
+    folder, *others = {point.folder.parent for point in points_of(rows)}
+    is_grid = (folder / PLAN).exists() and settings.get("+sweep") != "search"
+    if ordered or others or not is_grid:
         return ""
     line = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
     return command(

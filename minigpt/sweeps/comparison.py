@@ -113,13 +113,12 @@ def compare(losses: Array) -> Comparison | None:
     # The noise in a row of its own is by what the residual would fall without its runs.
     own_noise = np.full(rows, noise)
     own_freedoms = np.full(rows, max(freedom, 1.0))
-    for i in np.flatnonzero(counts >= LEAST_SEEDS):
-        if rows > 1:
-            of_row = row == i
-            left = np.eye(counts[i]) - x[of_row] @ inverse[:, of_row]
-            fall = residuals[of_row] @ np.linalg.pinv(left, 1e-9) @ residuals[of_row]
-            own_freedoms[i] = np.linalg.matrix_rank(left, 1e-9)
-            own_noise[i] = max(0.0, fall / own_freedoms[i])
+    for i in np.flatnonzero((counts >= LEAST_SEEDS) & (rows > 1)):
+        of_row = row == i
+        left = np.eye(counts[i]) - x[of_row] @ inverse[:, of_row]
+        fall = residuals[of_row] @ np.linalg.pinv(left, 1e-9) @ residuals[of_row]
+        own_freedoms[i] = np.linalg.matrix_rank(left, 1e-9)
+        own_noise[i] = max(0.0, fall / own_freedoms[i])
     return Comparison(
         means=fitted[:rows],
         interval=interval,

@@ -32,6 +32,25 @@ class Row:
             unknown.
         difference: from the mean loss of the first row.
         margin: half of the interval of the difference, which holds for all rows together.
+
+    Properties:
+        losses: best validation loss of each point that has one; of equal runs once.
+        n_seeds: number of seeds that have a loss.
+        loss: mean of the best losses over seeds.
+        tied: whether the row is no different from the first row, as far as the noise allows to
+            tell.
+        loss_text: the mean and its 95 % interval, such as `1.7000 ± 0.0183`.
+        provisional: whether a run has not completed or has no loss, so that the mean is not that of
+            all seeds.
+        status: of the points, with counts if they differ.
+        reason: why points failed or were skipped.
+
+    Methods:
+        in_unit: the row with losses in a unit; intervals are in that of the ranking only.
+        mean_of: mean of one of the `TOTALS` over the points that have it.
+        number: the value of a setting, if it is a finite number.
+        value: the value of a setting; "default" for a group that was not given.
+        label: the overrides by short name, except `without`; the folder of a run without any.
     """
 
     overrides: Mapping[str, str]
@@ -45,49 +64,40 @@ class Row:
 
     @property
     def losses(self) -> list[float]:
-        """Best validation loss of each point that has one; of equal runs once."""
         found = dict.fromkeys((point.seed, point.loss(self.unit)) for point in self.points)
         return [loss for _, loss in found if loss is not None]
 
     @property
     def n_seeds(self) -> int:
-        """Number of seeds that have a loss."""
         return len({point.seed for point in self.points if point.loss(self.unit) is not None})
 
     @property
     def loss(self) -> float | None:
-        """Mean of the best losses over seeds."""
         return self.adjusted if self.adjusted is not None else _mean(self.losses)
 
     @property
     def tied(self) -> bool:
-        """Whether the row is as good as the first row, as far as the noise allows to tell."""
         return self.margin is not None and abs(self.difference or 0.0) <= self.margin
 
     @property
     def loss_text(self) -> str:
-        """The mean and its 95 % interval, such as `1.7000 ± 0.0183`."""
         interval = "" if self.interval is None else f" ± {self.interval:.4f}"
         return "–" if self.loss is None else f"{self.loss:.4f}{interval}"
 
     @property
     def provisional(self) -> bool:
-        """Whether a run has not completed or has no loss, so that the mean is not of all seeds."""
         return any(point.pending or point.loss(self.unit) is None for point in self.points)
 
     @property
     def status(self) -> str:
-        """Status of the points, with counts if they differ."""
         counts = Counter(point.status_text for point in self.points)
         return self.points[0].status_text if len(counts) == 1 else count_text(counts)
 
     @property
     def reason(self) -> str:
-        """Why points failed or were skipped."""
         return "; ".join(dict.fromkeys(point.reason for point in self.points if point.reason))
 
     def in_unit(self, unit: str) -> "Row":
-        """Return the row with losses in a unit; intervals are in that of the ranking only."""
         if unit == self.unit:
             return self
         row = replace(self, unit=unit, adjusted=None, interval=None)
@@ -97,12 +107,10 @@ class Row:
         return replace(row, adjusted=row.loss * self.adjusted / raw)
 
     def mean_of(self, total: str) -> float | None:
-        """Return the mean of one of the `TOTALS` over the points that have it."""
         values = [point.totals.get(total) for point in self.points]
         return _mean([value for value in values if value])
 
     def number(self, name: str) -> float | None:
-        """Return the value of a setting if it is a finite number."""
         try:
             value = float(self.overrides.get(name, inf))
         except ValueError:
@@ -110,16 +118,16 @@ class Row:
         return value if isfinite(value) else None
 
     def value(self, name: str) -> str:
-        """Return the value of a setting; "default" for a group that was not given."""
         return self.overrides.get(name, "default")
 
     def label(self, without: str | None = None) -> str:
-        """Return the overrides by short name, except `without`; of a run without any, its folder."""
-        names = [name for name in self.overrides if name != without]
-        if names:
-            return ", ".join(f"{self.short_names[name]}={self.overrides[name]}" for name in names)
-        if self.short_names:
-            return "defaults"
+        parts = [
+            f"{self.short_names[name]}={value}"
+            for name, value in self.overrides.items()
+            if name != without
+        ]
+        if parts or self.short_names:
+            return ", ".join(parts) or "defaults"
         return "all runs" if len(self.points) > 1 else self.points[0].folder.name
 
 
@@ -146,8 +154,11 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     texts: dict[tuple[str, str], str | None] = {}
     rows = []
     for group in groups.values():
-        values = {name: (name, repr(group[0].value(name))) for name in names}
-        known = {name: texts.setdefault(values[name], group[0].text(name)) for name in names}
+        first = group[0]
+        known = {
+            name: texts.setdefault((name, repr(first.value(name))), first.text(name))
+            for name in names
+        }
         overrides = {name: text for name, text in known.items() if text is not None}
         rows.append(Row(overrides, group, unit, short_names(names)))
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
@@ -166,22 +177,21 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         )
         for i, row in enumerate(complete)
     ]
-    compared.sort(key=lambda row: row.loss or 0.0)
-    return compared + [row for row in rows if row not in complete]
+    others = [row for row in rows if row not in complete]
+    return sorted(compared, key=lambda row: row.loss or 0.0) + others
 
 
 def _names(points: Sequence[Point]) -> list[str]:
     # Those that were given, and others where these are equal.
     given = dict.fromkeys(chain.from_iterable(point.written for point in points))
-    given.pop("seed", None)
-    names = [name for name in given if len(points) == 1 or _differs(points, name)]
+    differing = [name for name in given if len(points) == 1 or _differs(points, name)]
+    names = [name for name in differing if name != "seed"]
     alike: dict[str, list[Point]] = {}
     for point in points:
         alike.setdefault(repr([point.value(name) for name in names]), []).append(point)
     for group in alike.values():
         more = dict.fromkeys(chain.from_iterable(point.settings for point in group))
-        more.pop("seed", None)
-        names += [name for name in more if name not in names and _differs(group, name)]
+        names += [name for name in more if name not in ("seed", *names) and _differs(group, name)]
     return names
 
 

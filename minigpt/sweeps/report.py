@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -26,10 +25,6 @@ from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
@@ -54,9 +49,8 @@ def report(
             differ.
     """
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    found = chain.from_iterable(map(read_sweep, folders))
-    points = {point.folder: point for point in found}  # folders may overlap
-    rows = ranked(list(points.values()))
+    points = chain.from_iterable(map(read_sweep, folders))
+    rows = ranked(list({point.folder: point for point in points}.values()))  # folders may overlap
     along = along if along is None else _full_name(rows, along)
     only = folders[0].resolve() if len(folders) == 1 else None
     out = out or only
@@ -65,7 +59,7 @@ def report(
     sentences = [sanitize_line(sentence) for sentence in answer(rows)]
     try:
         if out:
-            write_files(out, rows, sentences, title=title, along=along)
+            _write_files(out, rows, sentences, title, along)
     finally:  # a full disk does not hide the answer
         print("\n".join([*sentences, ""]))
         print_table(rows)
@@ -77,16 +71,15 @@ def report(
     return sentences
 
 
-def write_files(
-    out: Path, rows: Sequence[Row], sentences: Sequence[str], *, title: str, along: str | None
+def _write_files(
+    out: Path, rows: Sequence[Row], sentences: Sequence[str], title: str, along: str | None
 ) -> None:
-    """Write the table, the runs, the text and the plot of a sweep."""
+    from minigpt.sweeps.sweep_plots import sweep_figure
+
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, rows)
     write_runs(out / RUNS, rows)
-    write_text(out / TEXT, title, sentences, rows)
-    from minigpt.sweeps.sweep_plots import sweep_figure
-
+    _write_text(out / TEXT, title, sentences, rows)
     figure = sweep_figure(rows, title=title, along=along)
     with (
         atomic_write(out / PLOT) as partial,
@@ -101,15 +94,10 @@ def print_table(rows: Sequence[Row]) -> None:
     A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit;
     the files have all.
     """
-    from rich.console import Console
-
     best = None if incomparable(rows) else rows[0]
-    width = None if sys.stdout.isatty() else 100_000
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
     folders = [point.folder.parent for point in points_of(rows)]
-    table = _fitting_table(rows, best, console)
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
-    console.print(table)
+    _print_fitting_columns(rows, best)
     print()
     for row in rows:
         if row.reason:
@@ -123,26 +111,33 @@ def print_table(rows: Sequence[Row]) -> None:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best and best.losses:
         unit = " bits/byte" if best.unit == BITS else ""
-        print(f"best     {_format_loss(best, best.unit)}{unit}: {sanitize_line(best.label())}")
         lowest = min(best.losses)
         run = next(point for point in best.points if point.loss(best.unit) == lowest)
+        print(f"best     {_format_loss(best, best.unit)}{unit}: {sanitize_line(best.label())}")
         print(f"run      {_display(run.folder)}")
 
 
-def _fitting_table(rows: Sequence[Row], best: Row | None, console: "Console") -> "Table":
+def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
     from rich import box
+    from rich.console import Console
     from rich.table import Table
 
     header, cells = _table(rows)
-    shown = dict.fromkeys(header)
+    width = None if sys.stdout.isatty() else 100_000
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
     # What a reader misses least is left out first; a status that all rows have, before that.
     completed = all(row.status == COMPLETED for row in rows)
+    shown = dict.fromkeys(header)
     for unneeded in ("", "status" if completed else "", "params", "bits/byte"):
         shown.pop(unneeded, None)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for name in shown:
-            justify = "right" if name == "params" else "left"
-            table.add_column(name, justify=justify, overflow="fold", min_width=min(len(name), 16))
+            table.add_column(
+                name,
+                justify="right" if name == "params" else "left",
+                overflow="fold",
+                min_width=min(len(name), 16),
+            )
         for row, line in zip(rows, cells, strict=True):
             style = "bold" if row is best else None
             table.add_row(
@@ -152,7 +147,7 @@ def _fitting_table(rows: Sequence[Row], best: Row | None, console: "Console") ->
         needed = console.measure(table, options=console.options.update(width=100_000))
         if needed.maximum <= console.width:
             break
-    return table
+    console.print(table)
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -182,17 +177,22 @@ def _ranks(rows: Sequence[Row]) -> list[str]:
     return [str(rank) if row.losses and not reason else "" for rank, row in enumerate(rows, 1)]
 
 
-def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
+def _write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     header, cells = _table(rows)
-    lines = [f"# {_escape(sanitize_line(title))}", ""]
-    lines += [f"- {_escape(sentence)}" for sentence in sentences]
-    lines += ["", f"![the runs of the sweep]({PLOT})", ""]
-    for line in (header, ["---"] * len(header), *cells):
-        lines.append("| " + " | ".join(map(_escape, line)) + " |")
-    text = "\n".join([*lines, ""])
+    bullets = [f"- {_escape(sentence)}" for sentence in sentences]
+    table = [" | ".join(map(_escape, line)) for line in (header, ["---"] * len(header), *cells)]
+    text = [
+        f"# {_escape(sanitize_line(title))}",
+        "",
+        *bullets,
+        "",
+        f"![the runs of the sweep]({PLOT})",
+        "",
+        *(f"| {line} |" for line in table),
+        "",
+    ]
     with atomic_write(file) as partial:
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
 
 
 def _escape(text: str) -> str:
@@ -203,9 +203,20 @@ def _escape(text: str) -> str:
 def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked rows, with intervals and differences in the ranking's unit."""
     names = list(rows[0].short_names)
-    losses = ["val_loss", "val_bits_per_byte", "interval"]
-    differences = ["difference", "difference_interval", "tied"]
-    header = ["rank", *names, *losses, *differences, "seeds", *_COSTS, "status", "reason"]
+    header = [
+        "rank",
+        *names,
+        "val_loss",
+        "val_bits_per_byte",
+        "interval",
+        "difference",
+        "difference_interval",
+        "tied",
+        "seeds",
+        *_COSTS,
+        "status",
+        "reason",
+    ]
     table = [
         [
             rank,
@@ -229,15 +240,21 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
     names = list(rows[0].short_names)
-    losses = ["val_loss", "val_bits_per_byte"]
-    header = [*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]
-    table: list[list[object]] = [[*header]]
+    totals = {"val_loss": LOSS_NAMES[NATS], "val_bits_per_byte": LOSS_NAMES[BITS]}
+    totals |= {name: name for name in ("steps", *_COSTS)}
+    table: list[list[object]] = [[*names, "seed", *totals, "status", "reason", "folder"]]
     for row in rows:
-        settings = [row.overrides.get(name) for name in names]
         for point in row.points:
-            totals = map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS))
-            state = (point.status, point.reason, point.folder)
-            table.append([*settings, point.seed, *totals, *state])
+            table.append(
+                [
+                    *map(row.overrides.get, names),
+                    point.seed,
+                    *map(point.totals.get, totals.values()),
+                    point.status,
+                    point.reason,
+                    point.folder,
+                ]
+            )
     _write_csv(file, table)
 
 
@@ -272,16 +289,16 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: DictConfig) ->
         logger.finish({"answer": "\n".join(sentences)})
 
 
-def _read_table(file: Path) -> tuple[list[str], list[tuple[object, ...]]]:
+def _read_table(file: Path) -> tuple[list[str | int], list[list[object]]]:
     # A column of numbers has numbers, and None where a cell is empty.
     with open(file, newline="", encoding="utf-8") as opened:
-        header, *lines = csv.reader(opened)
+        names, *lines = csv.reader(opened)
     columns: list[Sequence[object]] = []
     for column in zip(*lines, strict=True):
         columns.append(column)
         with suppress(ValueError):
             columns[-1] = [float(cell) if cell else None for cell in column]
-    return header, list(zip(*columns, strict=True))
+    return [*names], [[*line] for line in zip(*columns, strict=True)]
 
 
 def _full_name(rows: Sequence[Row], along: str) -> str:

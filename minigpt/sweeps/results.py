@@ -9,9 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from math import exp, expm1, isfinite, log, sqrt
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +60,20 @@ class Point:
         validated: the text that the losses are of, as in `Corpus.validated_part`.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
+
+    Properties:
+        written: the swept settings by key, as they were written.
+        row: what the point shares with those that differ from it in their seed alone.
+        identity: what no other point has.
+        unrecorded: settings whose values were in the environment; only runs of older versions have
+            some.
+        pending: whether the run is still to be completed.
+        status_text: the status, with the step at which a run paused.
+
+    Methods:
+        value: a setting of the configuration, or, for a group, the choice that was given.
+        text: a setting as it was written, or its value; None for a group that was not given.
+        loss: best validation loss in `NATS` or `BITS`; None if it is unknown.
     """
 
     folder: Path
@@ -80,24 +92,20 @@ class Point:
 
     @cached_property
     def written(self) -> dict[str, str]:
-        """The swept settings by key, as they were written."""
         return {name.lstrip("+"): value for name, value in self.overrides.items()}
 
     @property
     def seed(self) -> str:
-        """The seed of the run."""
         return str(self.settings.get("seed", self.written.get("seed", "")))
 
     @property
     def identity(self) -> str:
-        """What no other point has."""
         return f"{self.row} {self.seed}"
 
     @cached_property
     def row(self) -> str:
-        """What the point shares with those that differ from it in their seed alone."""
-        settings = dict(self.settings or self.written)
-        settings.pop("seed", None)
+        given = self.settings or self.written
+        settings = {name: value for name, value in given.items() if name != "seed"}
         # A reference is what it refers to; a reference to the seed stays.
         referred = {f"${{{name}}}": value for name, value in settings.items()}
         values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
@@ -105,15 +113,12 @@ class Point:
 
     @cached_property
     def unrecorded(self) -> list[str]:
-        """Settings whose values were in the environment; only runs of older versions have some."""
         return [name for name, value in self.settings.items() if OUTSIDE.match(f"{name}={value}")]
 
     def value(self, name: str) -> object:
-        """Return a setting of the configuration, or, for a group, the choice that was given."""
         return self.settings.get(name, self.written.get(name))
 
     def text(self, name: str) -> str | None:
-        """Return a setting as it was written, or its value; None for a group that was not given."""
         written = self.written.get(name)
         if name not in self.settings or (written is not None and "${" not in written):
             return written
@@ -122,17 +127,14 @@ class Point:
 
     @property
     def pending(self) -> bool:
-        """Whether the run is still to be completed."""
         return self.status not in (COMPLETED, SKIPPED)
 
     @property
     def status_text(self) -> str:
-        """The status, with the step at which a run paused."""
         at_step = f" at step {self.totals.get('steps', 0):.0f}"
         return self.status + (at_step if self.status == PAUSED else "")
 
     def loss(self, unit: str) -> float | None:
-        """Return the best validation loss in `NATS` or `BITS`; None if it is unknown."""
         return self.totals.get(LOSS_NAMES[unit])
 
 
@@ -153,8 +155,9 @@ def read_sweep(folder: Path) -> list[Point]:
         shared = dict(override.partition("=")[::2] for override in fixed)
         points = [replace(point, overrides={**shared, **point.overrides}) for point in points]
     else:
-        files = sorted(folder.rglob(".hydra/overrides.yaml"))
-        points = [_read_run(file.parents[1]) for file in files]
+        points = [
+            _read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))
+        ]
     if not points:
         raise UserError(f"{folder} holds no runs; {advice}")
     for point in points:
@@ -210,8 +213,7 @@ def refresh(point: Point) -> Point:
         return point
     folder = point.folder
     summary = _read_or_warn(lambda file: read_summary(file.parent), folder / SUMMARY)
-    without_summary = CRASHED if (folder / ".hydra").exists() else WAITING
-    status = str(summary.get("status") or without_summary)
+    status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
     measured = _read_or_warn(_measure, folder / METRICS)
@@ -239,7 +241,7 @@ def provenance_checksum(
 
 
 def _measure(file: Path) -> Values:
-    """Return the fields of a `Point` that are in `metrics.csv`."""
+    # The fields of a `Point` that are in `metrics.csv`.
     columns = read_metrics(file) if file.exists() else {}
     last = {name: column[-1][1] for name, column in columns.items()}
     # The tokens of all steps, at as many per step as in the last row that has them.
@@ -249,7 +251,7 @@ def _measure(file: Path) -> Values:
     # The best validation, in both units.
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
     bits = {at: loss for at, loss in columns.get("val_bits_per_byte", ()) if isfinite(loss)}
-    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
+    best_step, best = min(losses, key=lambda at_loss: at_loss[1], default=(0, None))
     totals: Values = {
         **last,  # has seconds and tokens/s
         LOSS_NAMES[NATS]: best,
@@ -278,11 +280,10 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
     of the rows, by ten times their noise. A validation loss that rises while the training loss
     falls is overfitting.
     """
+    # Both losses rose: the last tenth of the training loss, and the last validation loss, if any.
     best = min(validated, default=0.0)
-    last_validated = validated[-1:]  # empty without a validation
-    # Both losses rose: the last tenth of the training loss, and the last validation loss.
     tail = trained[-max(1, len(trained) // 10) :] or [0.0]
-    if min([median(tail), *last_validated]) > DIVERGED * best > 0:
+    if min([median(tail), *validated[-1:]]) > DIVERGED * best > 0:
         return True
     # The levels of the training loss: medians over windows, counted from the end, the last first.
     # In logarithms the noise of a loss of 500 is that of a loss of 5.
@@ -292,14 +293,13 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
     levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]
     lowest = exp(min(levels))
     # The noise of a level, from that between two rows: a rise has to be ten times as large.
-    changes = [abs(after - before) for before, after in pairwise(logs)] or [0.0]
+    changes = [abs(logs[i] - logs[i - 1]) for i in range(1, len(logs))] or [0.0]
     noise = median(changes) / sqrt(n)
     least_rise = max((DIVERGED - 1) * (best or lowest), lowest * expm1(10 * noise))
-    return min([exp(levels[0]), *last_validated]) > lowest + least_rise
+    return min([exp(levels[0]), *validated[-1:]]) > lowest + least_rise
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of the `TOTALS` that are finite numbers."""
     found: Values = {name: values.get(name) for name in TOTALS}
     return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
 
@@ -352,7 +352,6 @@ def _read_overrides(file: Path) -> dict[str, str]:
 
 
 def _read_or_warn(read: Callable[[Path], Values], file: Path) -> Values:
-    """Read a file of a run; warn and return nothing of it if it is damaged."""
     try:
         return read(file)
     except (

@@ -51,7 +51,7 @@ def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -
 
 
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
-    """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
+    # A heat map of two numeric settings, lines over one, or else the best rows by name.
     values = {name: numbers(rows, name) for name in rows[0].short_names}
     numeric = [name for name in values if len(values[name]) > 1 and _is_numeric(rows, name)]
     if along is None and len(numeric) == 1:
@@ -86,9 +86,10 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         if row.status != COMPLETED:
             text += "\n" + _escape(row.status).replace(", ", "\n")
         if row.tied and row is not rows[0]:
-            cell = (j - 0.5, i - 0.5)
             panel.add_patch(
-                Rectangle(cell, 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0)
+                Rectangle(
+                    (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0
+                )
             )
         if len(cells) <= MAX_ANNOTATED:
             weight = "bold" if row is rows[0] else "normal"
@@ -111,12 +112,10 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
 def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     # One line per combination of the other settings, that of the best run first.
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, half of its interval)
-    shown = []
     for row in rows:
         value = row.number(along)
         if row.loss is not None and value is not None:
             lines.setdefault(row.label(along), []).append((value, row.loss, row.interval or nan))
-            shown.append(row.loss)
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, intervals = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
@@ -127,7 +126,8 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
-    _finish(panel, shown)
+    shown = [row.loss for row in rows if row.number(along) is not None]
+    _finish(panel, [loss for loss in shown if loss is not None])
 
 
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
@@ -202,10 +202,11 @@ def _finish(panel: Axes, losses: Sequence[float], legend_beside: bool = True) ->
         panel.set_ylim(min(losses) - margin, highest + margin)
         panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
     panel.grid(alpha=0.3)
-    if panel.get_legend_handles_labels()[0]:
+    labels = panel.get_legend_handles_labels()[1]
+    if labels and legend_beside:
+        panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    elif labels:
         panel.legend(fontsize=8, loc="upper right")
-        if legend_beside:
-            panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _rank_color(rank: int) -> str:
