@@ -157,11 +157,8 @@ def _exceptions(
         worse_by = means[usual] - means[low]
         margin = comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
         if worse_by > margin:
-            text = (
-                f"at {where}, {rows[usual].value(name)} is worse than {rows[low].value(name)} "
-                f"by {worse_by:.4f} ± {margin:.4f}"
-            )
-            found.append((worse_by, text))
+            pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
+            found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
     return [text for _, text in sorted(found, reverse=True)]
 
 
@@ -207,11 +204,15 @@ def _notes(points: Sequence[Point]) -> list[str]:
     # Runs that have not completed.
     counts = Counter(point.status for point in points if point.pending)
     paused = counts.pop(PAUSED, 0)
-    # Runs that have, but not as planned, or as planned by the clock.
+    # Runs that have, but without a loss or with other numbers of steps.
     completed = [point for point in points if point.status == COMPLETED]
     stopped = sum(point.reason != "" for point in completed)
     missing = sum(point.loss(NATS) is None for point in completed)
-    steps = sorted(point.totals["steps"] for point in completed if point.settings.get("minutes"))
+    steps = sorted(
+        point.totals["steps"]
+        for point in completed
+        if point.settings.get("minutes") and "steps" in point.totals
+    )
     planned = dict.fromkeys(f"{step:,.0f}" for step in steps[:1] + steps[-1:])
     sentences = [
         (paused, f"{paused} of {n} runs are paused; their rows are not compared."),
@@ -260,8 +261,10 @@ def _unknown_noise(rows: Sequence[Row]) -> list[str]:
 def _extend(rows: Sequence[Row], values: Mapping[str, Sequence[str]]) -> str:
     # The command that adds points to the grid of the rows; empty for other runs.
     first = rows[0].points[0]
-    given = {name: values.get(name.lstrip("+"), [value]) for name, value in first.overrides.items()}
-    settings = {name: ",".join(each) for name, each in given.items()}
+    settings = {
+        name: ",".join(values.get(name.lstrip("+"), [value]))
+        for name, value in first.overrides.items()
+    }
     start = int(first.seed) if first.seed.isdecimal() else 1
     settings["seed"] = ",".join(str(start + i) for i in range(_SEEDS))
     # Only of dicts, and of settings that act again, the order has an effect.

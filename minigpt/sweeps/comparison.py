@@ -64,7 +64,7 @@ class Comparison:
         return np.maximum(tukey, welch)
 
     def against(self, row: int) -> tuple[Array, Array]:
-        """Return the differences of all rows from one, and half of their intervals.  (R,), (R,)"""
+        # The differences of all rows from one, and half of their intervals.  (R,), (R,)
         contrasts = np.eye(len(self.means))
         contrasts[:, row] -= 1
         return contrasts @ self.means, self.margin(contrasts, len(self.means))

@@ -118,21 +118,21 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    from rich import box, console, table
 
     header, cells = _table(rows)
     width = None if sys.stdout.isatty() else 100_000
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    screen = console.Console(width=width, markup=False, highlight=False, emoji=False)
     # What a reader misses least is left out first; a status that all rows have, before that.
     completed = all(row.status == COMPLETED for row in rows)
     shown = dict.fromkeys(header)
     for unneeded in ("", "status" if completed else "", "params", "bits/byte"):
         shown.pop(unneeded, None)
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        grid = table.Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
+        )
         for name in shown:
-            table.add_column(
+            grid.add_column(
                 name,
                 justify="right" if name == "params" else "left",
                 overflow="fold",
@@ -140,14 +140,14 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
             )
         for row, line in zip(rows, cells, strict=True):
             style = "bold" if row is best else None
-            table.add_row(
+            grid.add_row(
                 *(cell for name, cell in zip(header, line, strict=True) if name in shown),
                 style=style if row.losses else "dim",
             )
-        needed = console.measure(table, options=console.options.update(width=100_000))
-        if needed.maximum <= console.width:
+        needed = screen.measure(grid, options=screen.options.update(width=100_000))
+        if needed.maximum <= screen.width:
             break
-    console.print(table)
+    screen.print(grid)
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -202,7 +202,7 @@ def _escape(text: str) -> str:
 
 def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked rows, with intervals and differences in the ranking's unit."""
-    names = list(rows[0].short_names)
+    names = rows[0].short_names
     header = [
         "rank",
         *names,
@@ -239,17 +239,27 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
 
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
-    names = list(rows[0].short_names)
-    totals = {"val_loss": LOSS_NAMES[NATS], "val_bits_per_byte": LOSS_NAMES[BITS]}
-    totals |= {name: name for name in ("steps", *_COSTS)}
-    table: list[list[object]] = [[*names, "seed", *totals, "status", "reason", "folder"]]
+    names = rows[0].short_names
+    table: list[list[object]] = [
+        [
+            *names,
+            "seed",
+            "val_loss",
+            "val_bits_per_byte",
+            "steps",
+            *_COSTS,
+            "status",
+            "reason",
+            "folder",
+        ]
+    ]
     for row in rows:
         for point in row.points:
             table.append(
                 [
                     *map(row.overrides.get, names),
                     point.seed,
-                    *map(point.totals.get, totals.values()),
+                    *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
                     point.status,
                     point.reason,
                     point.folder,

@@ -223,8 +223,13 @@ def refresh(point: Point) -> Point:
         measured["provenance_checksum"] = provenance_checksum(
             corpus, weights, summary.get("resumed_from")
         )
-    measured["validated"] = str(summary.get("validated") or point.validated)
-    return replace(point, status=status, reason=str(summary.get("reason") or ""), **measured)
+    return replace(
+        point,
+        status=status,
+        reason=str(summary.get("reason") or ""),
+        validated=str(summary.get("validated") or point.validated),
+        **measured,
+    )
 
 
 def provenance_checksum(
@@ -300,8 +305,8 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    found: Values = {name: values.get(name) for name in TOTALS}
-    return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
+    known = {name: values[name] for name in TOTALS if is_number(values.get(name))}
+    return {name: value for name, value in known.items() if abs(value) < 1e300}
 
 
 def _planned(folder: Path, shared: Values, entry: Values) -> Point:
@@ -337,8 +342,7 @@ def _read_settings(file: Path) -> Values:
         return {}
     text = file.read_text(encoding="utf-8")
     # The loader without C code raises an error where nesting would overflow the stack of the other.
-    events = yaml.parse(text, yaml.SafeLoader)
-    if any(isinstance(event, yaml.AliasEvent) for event in events):
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise ValueError("it has aliases, which can expand without end")
     return relevant_settings(yaml.load(text, yaml.SafeLoader))
 

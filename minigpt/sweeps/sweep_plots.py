@@ -131,13 +131,17 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
 
 
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
-    beside_axis = panel.get_yaxis_transform()
     for rank, row in enumerate(rows):
         panel.errorbar(
             row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank)
         )
-        name = _escape(row.label(), 80)
-        panel.text(0.01, rank - 0.2, name, fontsize=8, transform=beside_axis)
+        panel.text(
+            0.01,
+            rank - 0.2,
+            _escape(row.label(), 80),
+            fontsize=8,
+            transform=panel.get_yaxis_transform(),
+        )
     panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
     panel.set(ylim=(len(rows) - 0.5, -0.8), xlabel=f"best validation loss ({rows[0].unit})")
 

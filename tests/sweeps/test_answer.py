@@ -194,6 +194,11 @@ def test_what_cannot_be_told_is_said():
     assert "1 of 27 runs stopped early: rows may differ" in told([*others, early])
     assert "stopped early" not in told([*others, last])
     assert "1 completed run has no finite loss." in told([*others, replace(last, totals={})])
+    timed = [replace(point, settings={**point.written, "minutes": 5}) for point in points]
+    assert "planned" not in told(timed)  # of damaged files the steps are unknown
+    timed[0].totals["steps"] = 20
+    assert "minutes= planned 20 steps: rows are compared at equal time." in told(timed)
+    del timed[0].totals["steps"]
     again = [
         *points,
         replace(
