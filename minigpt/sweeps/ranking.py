@@ -182,10 +182,11 @@ def ranked(points: Sequence[Point]) -> list[Row]:
 
 
 def _names(points: Sequence[Point]) -> list[str]:
-    # Those that were given, and others where these are equal.
+    # The settings that tell points apart: those that were given, and others where these are equal.
     given = dict.fromkeys(chain.from_iterable(point.written for point in points))
-    differing = [name for name in given if len(points) == 1 or _differs(points, name)]
-    names = [name for name in differing if name != "seed"]
+    names = [
+        name for name in given if name != "seed" and (len(points) == 1 or _differs(points, name))
+    ]
     alike: dict[str, list[Point]] = {}
     for point in points:
         alike.setdefault(repr([point.value(name) for name in names]), []).append(point)

@@ -239,10 +239,9 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
 
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
-    names = rows[0].short_names
     table: list[list[object]] = [
         [
-            *names,
+            *rows[0].short_names,
             "seed",
             "val_loss",
             "val_bits_per_byte",
@@ -257,7 +256,7 @@ def write_runs(file: Path, rows: Sequence[Row]) -> None:
         for point in row.points:
             table.append(
                 [
-                    *map(row.overrides.get, names),
+                    *map(row.overrides.get, rows[0].short_names),
                     point.seed,
                     *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
                     point.status,
@@ -303,11 +302,10 @@ def _read_table(file: Path) -> tuple[list[str | int], list[list[object]]]:
     # A column of numbers has numbers, and None where a cell is empty.
     with open(file, newline="", encoding="utf-8") as opened:
         names, *lines = csv.reader(opened)
-    columns: list[Sequence[object]] = []
-    for column in zip(*lines, strict=True):
-        columns.append(column)
+    columns: list[Sequence[object]] = list(zip(*lines, strict=True))
+    for i, column in enumerate(zip(*lines, strict=True)):
         with suppress(ValueError):
-            columns[-1] = [float(cell) if cell else None for cell in column]
+            columns[i] = [float(cell) if cell else None for cell in column]
     return [*names], [[*line] for line in zip(*columns, strict=True)]
 
 
