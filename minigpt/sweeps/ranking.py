@@ -210,6 +210,7 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
 
     The comparison is None if their seeds allow none.
     """
+    # Rows of diverged runs are left out, if their losses are far above the best.
     complete = [row for row in rows if not row.provisional]
     highest = DIVERGED * min((row.loss or 0.0 for row in complete), default=0.0)
     for row in complete[:]:

@@ -48,19 +48,22 @@ def report(
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs
             differ.
     """
+    # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
     points = chain.from_iterable(map(read_sweep, folders))
-    rows = ranked(list({point.folder: point for point in points}.values()))  # folders may overlap
+    rows = ranked(list({point.folder: point for point in points}.values()))
     along = along if along is None else _full_name(rows, along)
+    # The report of one sweep is written to its folder, under its name.
     only = folders[0].resolve() if len(folders) == 1 else None
     out = out or only
     kind = "runs" if all((folder / ".hydra").is_dir() for folder in folders) else "sweeps"
     title = only.name if only else f"{len(folders)} {kind}"
+    # Write the files, then print; a full disk does not hide the answer.
     sentences = [sanitize_line(sentence) for sentence in answer(rows)]
     try:
         if out:
             _write_files(out, rows, sentences, title, along)
-    finally:  # a full disk does not hide the answer
+    finally:
         print("\n".join([*sentences, ""]))
         print_table(rows)
     if out is None:
@@ -120,6 +123,7 @@ def print_table(rows: Sequence[Row]) -> None:
 def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
     from rich import box, console, table
 
+    # A file or a pipe is as wide as any row.
     header, cells = _table(rows)
     width = None if sys.stdout.isatty() else 100_000
     screen = console.Console(width=width, markup=False, highlight=False, emoji=False)

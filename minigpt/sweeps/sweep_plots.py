@@ -73,11 +73,12 @@ def _is_numeric(rows: Sequence[Row], name: str) -> bool:
 
 
 def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
+    # One cell per pair of values; of two rows in a cell, the better is shown.
     columns = numbers(rows, x)
     lines = numbers(rows, y)
-    # Of two rows in a cell, the better is shown.
     cells = {(float(row.value(y)), float(row.value(x))): row for row in reversed(rows)}
     losses = np.full((len(lines), len(columns)), nan)
+    # The mean loss and the status in each cell, the best in bold, those tied with it hatched.
     for (line, column), row in cells.items():
         i = lines.index(line)
         j = columns.index(column)
@@ -94,6 +95,7 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         if len(cells) <= MAX_ANNOTATED:
             weight = "bold" if row is rows[0] else "normal"
             panel.text(j, i, text.lstrip("\n"), ha="center", va="center", weight=weight)
+    # The colors below the texts, and the axes.
     image = panel.imshow(
         losses,
         cmap="viridis_r",
