@@ -37,9 +37,9 @@ class MetricsCallback(L.Callback):
     and sampling. `started` is `time.perf_counter()` when the run started.
 
     Raises:
-        NonFiniteLoss: the loss or the gradient is NaN or infinite, on every rank at the same step. A CPU
-            checks the norm of the gradient at every step; a GPU, where reading it would wait, the
-            losses of a row.
+        NonFiniteLoss: the loss or the gradient is NaN or infinite, on every rank at the same step.
+            A CPU checks the norm of the gradient at every step; a GPU, where reading it would wait,
+            the losses of a row.
     """
 
     def __init__(self, run: RunConfig, block_size: int, *, started: float) -> None:

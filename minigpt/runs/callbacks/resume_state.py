@@ -5,7 +5,6 @@ threads, which `minigpt.training.cpu_threads` may change; else they equal within
 come from the command line, also where Lightning restores those of the checkpoint.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 
 from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import Saved
 from minigpt.checkpoints.load import COMPILED, saved_config
 from minigpt.distributed.process_group import gather_objects
 from minigpt.model.gpt import GPT
@@ -29,7 +29,7 @@ class ResumeState(Callback):
         contents: of `checkpoints.format`, which identify the run; they are saved too.
     """
 
-    def __init__(self, contents: Mapping[str, object]) -> None:
+    def __init__(self, contents: Saved) -> None:
         self.contents = contents
         self.rng: list[dict[str, torch.Tensor]] | None = None  # per rank, from a checkpoint
         self.training_began = False
