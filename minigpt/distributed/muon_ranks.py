@@ -1,7 +1,9 @@
-"""Muon's matrices between ranks: each orthogonalizes its share of them, and they exchange the results."""
+"""Muon's matrices between ranks: each orthogonalizes its share, and they exchange the results.
+
+Shapes: n ranks, N matrices of one shape (R, C), M of them orthogonalized by this rank.
+"""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, distributed
@@ -19,71 +21,68 @@ class Replicas(OneRank):
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
         """Orthogonalize 1/n of the matrices (R, C), and get the others."""
-        matrices, group = torch.stack(updates), self.group  # (N, R, C)
-        shares = matrices.tensor_split(group.size())
-        mine = orthogonalize(shares[group.rank()], steps)
-        whole = exchange(
-            mine.flatten().repeat(group.size()),  # to each rank the same
-            [mine.numel()] * group.size(),
-            [share.numel() for share in shares],
-            group,
-        )
-        return list(whole.view_as(matrices))
+        n = self.group.size()
+        matrices = torch.stack(updates)  # (N, R, C)
+        shares = matrices.tensor_split(n)
+        mine = orthogonalize(shares[self.group.rank()], steps)  # (M, R, C)
+        copies = mine.repeat(n, 1, 1)  # (n·M, R, C): the same for each rank
+        results = exchange(copies, [len(mine)] * n, list(map(len, shares)), self.group)
+        return list(results)  # of (N, R, C)
 
 
 class Shards(OneRank):
     """Ranks that hold some rows of every matrix, as under FSDP2."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        self.group, self.rank = group, group.rank()
+        self.group = group
+        self.rank = group.rank()
 
     def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
-        """Return how many rows of concatenated matrices each rank holds: FSDP2 splits as torch.chunk."""
-        n, ends = self.group.size(), list(accumulate(matrices))
+        """Return how many rows of each matrix each rank holds: FSDP2 splits as torch.chunk."""
+        n = self.group.size()
         share = -(-sum(matrices) // n)
-        return [
-            [max(0, min(end, (rank + 1) * share) - max(start, rank * share)) for rank in range(n)]
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
+        held = []
+        start = 0
+        for rows in matrices:
+            overlaps = [
+                min(start + rows, (i + 1) * share) - max(start, i * share) for i in range(n)
+            ]
+            held.append([max(0, overlap) for overlap in overlaps])
+            start += rows
+        return held
 
     def orthogonalize(
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
-        """Get 1/n of the matrices whole, orthogonalize them, and give the rows back; (r, C) of each matrix here."""
-        group, columns = self.group, updates[0].size(1)
-        n, me = group.size(), group.rank()
-        numel = [[count * columns for count in counts] for counts in rows]  # [matrix][rank]
-        owned = [
-            numel[len(numel) * i // n : len(numel) * (i + 1) // n] for i in range(n)
-        ]  # by each rank
-        mine = owned[me]
-        to_owners = [sum(counts[me] for counts in matrices) for matrices in owned]
-        from_ranks = [sum(counts[rank] for counts in mine) for rank in range(n)]
-        gathered = exchange(
-            torch.cat([update.flatten() for update in updates]), to_owners, from_ranks, group
-        )
-        parts = [
-            part.split([counts[rank] for counts in mine])
-            for rank, part in enumerate(gathered.split(from_ranks))
-        ]
-        whole = torch.cat([torch.cat(matrix) for matrix in zip(*parts, strict=True)] or [gathered])
-        whole = orthogonalize(
-            whole.view(len(mine), -1 if mine else 1, columns), steps
-        )  # (N/n, R, C)
-        back = [matrix.flatten().split(counts) for matrix, counts in zip(whole, mine, strict=True)]
-        sent = torch.cat(
-            [part for parts in zip(*back, strict=True) for part in parts] or [gathered]
-        )
-        received = exchange(sent, from_ranks, to_owners, group).split(
-            [counts[me] for counts in numel]
-        )
-        return [result.view_as(update) for result, update in zip(received, updates, strict=True)]
+        """Get 1/n of the matrices whole, orthogonalize them, and give the rows back.
+
+        Args:
+            updates: the rows (r, C) of each matrix that this rank holds.
+            rows: how many rows of each matrix each rank holds.
+        """
+        n = self.group.size()
+        # Rank i orthogonalizes the matrices of owned[i]: how many of their rows the ranks hold.
+        cuts = [len(rows) * i // n for i in range(1, n)]
+        owned = torch.tensor(rows).tensor_split(cuts)  # (M, n) each
+        mine = owned[self.rank]
+        # Each rank sends its rows of every matrix to the rank that orthogonalizes the matrix.
+        to_owners = [int(held[:, self.rank].sum()) for held in owned]
+        from_ranks = mine.sum(dim=0).tolist()
+        shards = exchange(torch.cat(updates), to_owners, from_ranks, self.group)  # (M·R, C)
+        # They arrive by rank, and of each rank by matrix; the sort is by matrix, then by rank.
+        matrix_of_row = torch.arange(len(mine)).repeat(n).repeat_interleave(mine.T.flatten())
+        order = matrix_of_row.argsort(stable=True)  # (M·R,)
+        whole = shards[order].unflatten(0, (len(mine), sum(rows[0])))  # (M, R, C)
+        # The rows of the results go back the same way.
+        shards[order] = orthogonalize(whole, steps).flatten(0, 1)  # (M·R, C)
+        results = exchange(shards, from_ranks, to_owners, self.group)
+        return list(results.split([len(update) for update in updates]))
 
 
 def exchange(
     sent: Tensor, sizes: Sequence[int], received: Sequence[int], group: distributed.ProcessGroup
 ) -> Tensor:
-    """Send `sizes` elements to the ranks, and return the `received` elements from them, in the order of the ranks."""
-    result = sent.new_empty(sum(received))
+    """Send `sizes` rows to the ranks; return the `received` rows from them, by rank."""
+    result = sent.new_empty(sum(received), *sent.shape[1:])
     distributed.all_to_all_single(result, sent, list(received), list(sizes), group=group)
     return result

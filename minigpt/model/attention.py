@@ -1,8 +1,9 @@
 """Attention: the formula, and the projections around it. Depends on torch alone.
 
-`attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix; `attend_explicit`,
-the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and multi-query self-attention, causal or
-bidirectional, with rotary position embeddings, QK-norm and a KV cache.
+`attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix;
+`attend_explicit`, the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and
+multi-query self-attention, causal or bidirectional, with rotary position embeddings, QK-norm and a
+KV cache.
 
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
@@ -120,11 +121,13 @@ def rotary_table(
 ) -> Tensor:
     """Return the cosines and sines (2, length, 1, D) of the rotary embedding of the positions from `start` on.
 
-    Both halves of D have the same angles; the sines of the first half are negative, as `rotate` needs them.
+    Both halves of D have the same angles; the sines of the first half are negative, as `rotate`
+    needs them.
 
     Args:
-        scaling: factor, low and high frequency factor and original context length T of Llama 3.1: wavelengths above
-            T/low are multiplied by the factor, those below T/high are not, and between them is a linear transition.
+        scaling: factor, low and high frequency factor and original context length T of Llama 3.1:
+            wavelengths above T/low are multiplied by the factor, those below T/high are not, and
+            between them is a linear transition.
 
     Source: https://arxiv.org/abs/2104.09864; scaling: https://arxiv.org/abs/2407.21783
     """
@@ -173,13 +176,12 @@ class MultiHeadAttention(nn.Module):
     """Project to queries, keys and values, attend in every head, project back.
 
     Args:
-        n_embd, n_head, head_dim: C, H and D; None is D = C / H.
-        n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
+        n_embd, n_head, head_dim: C, H and D; None is D = C / H. n_kv_head: K, a divisor of H; None
+        is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
             K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
-        qkv_bias: biases of queries, keys and values; None is `bias`.
-        dropout: dropout probability of the weights and of the output.
-        causal: mask future positions.
-        qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
+        qkv_bias: biases of queries, keys and values; None is `bias`. dropout: dropout probability
+        of the weights and of the output. causal: mask future positions. qk_norm: RMS-normalize
+        queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
             learned weights (D,), and `norm_eps` is added to the mean square.
         scale: factor on the scores; None is 1/√D.
     """

@@ -1,6 +1,7 @@
 """What a model consists of: whether it is the one that `GPT(config)` builds, or its user changed it. Torch alone.
 
-Fast decoding, checkpoints and exports use the weights without the model's own code, so they first call `find_change`.
+Fast decoding, checkpoints and exports use the weights without the model's own code, so they first
+call `find_change`.
 """
 
 from collections.abc import Iterator
@@ -74,10 +75,11 @@ class _SkipNormal(TorchFunctionMode):
 def find_change(model: Any, *, for_saving: bool = False) -> str | None:
     """Return the first thing that makes a model another than `GPT(model.config)` in evaluation mode, or None.
 
-    It consists of exactly the same classes, with the methods that they had at import, and has the same attributes and
-    shapes, no attribute that hides one of its class, and no hooks but those of FSDP2. Wrappers of `torch.compile` count
-    as what they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`, hooks and the
-    rounding of the rotary table do not count.
+    It consists of exactly the same classes, with the methods that they had at import, and has the
+    same attributes and shapes, no attribute that hides one of its class, and no hooks but those of
+    FSDP2. Wrappers of `torch.compile` count as what they wrap. Values and sharing of weights, and
+    further attributes, may be any. `for_saving`, hooks and the rounding of the rotary table do not
+    count.
     """
     if not for_saving and (
         torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks

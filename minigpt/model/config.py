@@ -1,7 +1,8 @@
 """An architecture as plain, checked data. Imports nothing heavy.
 
-`GPTConfig` holds every architecture that the model can be, and a checkpoint stores it as a dictionary. `gpt2.yaml` in
-`configs/model/` repeats its defaults, because Hydra sets existing keys alone; the other presets are deltas.
+`GPTConfig` holds every architecture that the model can be, and a checkpoint stores it as a
+dictionary. `gpt2.yaml` in `configs/model/` repeats its defaults, because Hydra sets existing keys
+alone; the other presets are deltas.
 """
 
 from collections.abc import Mapping
@@ -185,8 +186,9 @@ class GPTConfig:
     def flops_per_token(self) -> float:
         """Estimate the floating-point operations of a training step per token.
 
-        6 per weight and layer that uses it (2 forward, 4 backward), and 12·H·D·T per layer for attention over
-        T = block_size tokens. Table look-ups (an untied token embedding, n-gram embeddings) count 0.
+        6 per weight and layer that uses it (2 forward, 4 backward), and 12·H·D·T per layer for
+        attention over T = block_size tokens. Table look-ups (an untied token embedding, n-gram
+        embeddings) count 0.
 
         Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311
         """

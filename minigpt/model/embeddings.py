@@ -15,7 +15,8 @@ from minigpt.model.ops import apply_dropout
 class NGramEmbedding(nn.Module):
     """Embed the last 2 … `ngram` tokens: each n-gram is hashed into a table.
 
-    A short training spends most of its steps on n-gram statistics; this makes them an input of the first block.
+    A short training spends most of its steps on n-gram statistics; this makes them an input of the
+    first block.
 
     Source: Byte Latent Transformer, section 3.2.1, https://arxiv.org/abs/2412.09871
     """

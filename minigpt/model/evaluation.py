@@ -19,7 +19,8 @@ _LOCK = threading.Lock()
 def evaluation(*models: nn.Module) -> Iterator[None]:
     """Run models in evaluation mode, and without what is prepared for every length of a text.
 
-    Evaluations may overlap, in several threads and any order: the last one restores the modes and the settings.
+    Evaluations may overlap, in several threads and any order: the last one restores the modes and
+    the settings.
     """
     with _LOCK:
         in_training = [
@@ -53,7 +54,8 @@ def evaluation(*models: nn.Module) -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """Call compiled modules and functions without their compiled code, in this thread alone.
 
-    torch's `set_stance` changes all threads, and the last of two calls that overlap restores the stance of the other.
+    torch's `set_stance` changes all threads, and the last of two calls that overlap restores the
+    stance of the other.
     """
     stance: Any = _Stance(None)  # of no effect
     if "torch._dynamo" in sys.modules:  # else nothing is compiled

@@ -1,7 +1,8 @@
 """The GPT: token and position embeddings, blocks, a head. Depends on torch alone.
 
-Every value of `GPTConfig` is used here or in `attention.py`. With activation=gelu_tanh, the defaults are GPT-2,
-equal to Hugging Face's in every weight; rope, rmsnorm, swiglu, no biases and untied embeddings make a Llama.
+Every value of `GPTConfig` is used here or in `attention.py`. With activation=gelu_tanh, the
+defaults are GPT-2, equal to Hugging Face's in every weight; rope, rmsnorm, swiglu, no biases and
+untied embeddings make a Llama.
 
 Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
@@ -29,8 +30,8 @@ class GPT(nn.Module):
     """A decoder-only transformer language model.
 
     Attributes:
-        checkpoint_blocks: n: in training, recompute the activations of every n-th block in the backward pass, to save
-            memory (https://arxiv.org/abs/1604.06174); None: keep all.
+        checkpoint_blocks: n: in training, recompute the activations of every n-th block in the
+            backward pass, to save memory (https://arxiv.org/abs/1604.06174); None: keep all.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -81,15 +82,15 @@ class GPT(nn.Module):
         """Compute the logits (B, T, V), or the cross-entropy in nats, in float32 or more, if targets are given.
 
         Args:
-            tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache: a tensor, or an
-                array or nested list, which is moved to the model's device.
+            tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache:
+                a tensor, or an array or nested list, which is moved to the model's device.
             targets: (B, T) the id after each token, likewise.
             cache: from `new_cache`; the tokens continue it and are appended to it.
             reduction: of the loss over tokens: "mean", "sum", or "none" for (B·T,).
 
         Raises:
-            ValueError: the tokens are not integers (B, T), or too many; the targets have another shape, or are all
-                ignored; on a CPU, an id is not in the vocabulary.
+            ValueError: the tokens are not integers (B, T), or too many; the targets have another
+                shape, or are all ignored; on a CPU, an id is not in the vocabulary.
         """
         tokens = self._to_ids(tokens)
         start = cache.layers[0].length if cache else 0

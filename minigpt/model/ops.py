@@ -1,8 +1,8 @@
 """Norms, activations and dropout, for the model and the decoder. Depends on torch alone.
 
-An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.model.config`, adds one. RMSNorm and ReLU² are limited by
-memory bandwidth on a CPU: the versions here make half as many passes over memory as torch's. On other devices
-and in other precisions, they call torch's.
+An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.model.config`, adds one. RMSNorm and
+ReLU² are limited by memory bandwidth on a CPU: the versions here make half as many passes over
+memory as torch's. On other devices and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable, Mapping
@@ -84,8 +84,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """In training, zero each element of x with probability p and divide the others by 1 - p.
 
-    On a CPU one random number of 64 bits decides on four elements, because torch's dropout draws one per element,
-    which takes longer than the rest of it. https://jmlr.org/papers/v15/srivastava14a.html
+    On a CPU one random number of 64 bits decides on four elements, because torch's dropout draws
+    one per element, which takes longer than the rest of it.
+    https://jmlr.org/papers/v15/srivastava14a.html
     """
     if not training or p == 0:
         return x

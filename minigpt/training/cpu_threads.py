@@ -1,8 +1,9 @@
 """Use fewer CPU threads while other programs use the cores. Depends on torch alone.
 
-The threads of an operation spin while they wait for each other, so on idle cores a step takes as many CPU seconds per
-second as it has threads. If it gets less, some thread waits for a core, and all others for that thread. Results of
-other numbers of threads are equal within rounding; the steps of the changes depend on the load of the machine.
+The threads of an operation spin while they wait for each other, so on idle cores a step takes as
+many CPU seconds per second as it has threads. If it gets less, some thread waits for a core, and
+all others for that thread. Results of other numbers of threads are equal within rounding; the steps
+of the changes depend on the load of the machine.
 """
 
 import os

@@ -12,10 +12,10 @@ from minigpt.model.ops import local_shard
 class EMA:
     """Hold an exponential moving average of parameters (https://doi.org/10.1137/0330046).
 
-    Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with num_updates, so that
-    a short training forgets the initialization. Averages of weights in half precision, in which small updates round to
-    nothing, are in float32, also while they are swapped in. Under FSDP2 each rank averages its shards, which must be
-    in float32.
+    Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with
+    num_updates, so that a short training forgets the initialization. Averages of weights in half
+    precision, in which small updates round to nothing, are in float32, also while they are swapped
+    in. Under FSDP2 each rank averages its shards, which must be in float32.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:

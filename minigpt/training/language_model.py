@@ -1,7 +1,7 @@
 """Next-token training of a GPT: loss, clipping, optimizer step, schedule and validation.
 
-Lightning repeats `training_step` and calls backward between it and `configure_gradient_clipping`. What is measured,
-saved or restored around a step are callbacks in `runs/`.
+Lightning repeats `training_step` and calls backward between it and `configure_gradient_clipping`.
+What is measured, saved or restored around a step are callbacks in `runs/`.
 
 Shapes: B batch, T time.
 """

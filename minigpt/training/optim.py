@@ -1,10 +1,12 @@
 """AdamW with the usual parameter groups, and Muon. Depends on torch alone.
 
-An optimizer in `configs/optimizer/` is a function of the model that returns one `torch.optim.Optimizer`.
+An optimizer in `configs/optimizer/` is a function of the model that returns one
+`torch.optim.Optimizer`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +18,30 @@ from minigpt.model.gpt import GPT, MLP
 from minigpt.model.ops import local_shard
 from minigpt.training.precision import half_dtype
 
+Group: TypeAlias = dict[str, Any]  # of parameters, with their options
+
 FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 
 
 def adamw(
     model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Build AdamW (https://arxiv.org/abs/1711.05101) with weight decay on matrices and embeddings alone.
+    """Build AdamW (https://arxiv.org/abs/1711.05101); of matrices and embeddings, weights decay.
 
-    Under mup (https://arxiv.org/abs/2203.03466, table 8), the peak learning rate is divided and the weight decay
-    multiplied by the width ratio for the matrices of the blocks.
+    Under mup (https://arxiv.org/abs/2203.03466, table 8), the peak learning rate is divided and the
+    weight decay multiplied by the width ratio for the matrices of the blocks.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = matrix_params(model) if model.config.parametrization == "mup" else {}
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in parameters if p.dim() >= 2 and p not in hidden],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in parameters if p.dim() >= 2 and p not in hidden]
+    vectors = [p for p in parameters if p.dim() < 2]
+    groups: list[Group] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     if hidden:
-        ratio, matrices = model.config.width_ratio, [p for p in parameters if p in hidden]
+        matrices = [p for p in parameters if p in hidden]
+        ratio = model.config.width_ratio
         groups.append({"params": matrices, "lr": lr / ratio, "weight_decay": weight_decay * ratio})
     fused = next(model.parameters()).device.type in FUSED_DEVICES
     return torch.optim.AdamW(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), fused=fused)
@@ -54,42 +58,48 @@ def muon(
     momentum: float,
     newton_schulz_steps: int,
 ) -> "Muon":
-    """Build Muon for the matrices of the blocks and AdamW for embeddings, head and vectors, as one optimizer.
+    """Build one optimizer: Muon for the matrices of the blocks, AdamW for the other parameters.
 
-    All learning rates stay the same under mup: an update has spectral norm √(rows/columns), which does not
-    change if both grow alike (https://arxiv.org/abs/2310.17813).
+    All learning rates stay the same under mup: an update has spectral norm √(rows/columns), which
+    does not change if both grow alike (https://arxiv.org/abs/2310.17813).
 
     Args:
         lr, weight_decay: peak learning rate and decoupled weight decay of the matrices.
         adam_lr, betas: peak learning rate and decay rates of AdamW's moment estimates.
-        ngram_weight_decay: decoupled weight decay of the n-gram tables; the rest of AdamW's parameters have none.
+        ngram_weight_decay: decoupled weight decay of the n-gram tables; the rest of AdamW's
+            parameters have none.
         momentum: decay rate of the average of gradients.
         newton_schulz_steps: iterations of the orthogonalization.
     """
     rows = matrix_params(model)
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
-    tables = {
-        module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)
-    }
-    options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
-    # torch moves the state "step" to the device of its parameter only in groups with fused=True, when it loads a state.
-    fused = next(model.parameters()).device.type in FUSED_DEVICES
+    tables = {m.table.weight for m in model.modules() if isinstance(m, NGramEmbedding)}
+    decayed = [p for p in rest if p in tables]
+    others = [p for p in rest if p not in tables]
     adam = {
         "kind": "adamw",
         "lr": adam_lr,
         "betas": (float(betas[0]), float(betas[1])),
-        "fused": fused,
+        # Loading a state, torch moves "step" to the device of its parameter only if fused=True.
+        "fused": next(model.parameters()).device.type in FUSED_DEVICES,
     }
-    groups: list[dict[str, Any]] = [
-        {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
-        {**adam, "params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay},
-        {**adam, "params": [p for p in rest if p not in tables], "weight_decay": 0.0},
+    groups: list[Group] = [
+        {
+            "kind": "muon",
+            "params": list(rows),
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "newton_schulz_steps": newton_schulz_steps,
+        },
+        {**adam, "params": decayed, "weight_decay": ngram_weight_decay},
+        {**adam, "params": others, "weight_decay": 0.0},
     ]
     return Muon(groups, rows)
 
 
 class OneRank:
-    """Orthogonalize matrices that this process holds whole; subclasses share the work between ranks."""
+    """Orthogonalize matrices that this process holds whole; subclasses share the work of ranks."""
 
     rank = 0  # of this process among those that hold the rows of a matrix
 
@@ -105,7 +115,9 @@ class OneRank:
 
 
 class Muon(torch.optim.Optimizer):
-    """Update matrices by orthogonalized momentum, so that all directions learn equally fast, and the rest by AdamW.
+    """Update matrices by orthogonalized momentum, and the rest by AdamW.
+
+    All directions of a matrix learn equally fast.
 
     Args:
         groups: parameter groups with a `kind`, "muon" or "adamw", and the options of `muon` for it.
@@ -119,63 +131,74 @@ class Muon(torch.optim.Optimizer):
 
     ranks = OneRank()
 
-    def __init__(self, groups: Iterable[dict[str, Any]], rows: dict[Tensor, list[int]]) -> None:
+    def __init__(self, groups: Iterable[Group], rows: dict[Tensor, list[int]]) -> None:
         super().__init__([group for group in groups if group["params"]], {})
         self.rows = rows
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return the loss of the closure, if there is one."""
+        """Update every parameter that has a gradient; return the loss of the closure, if any."""
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
-            update = {"muon": self._muon, "adamw": self._adamw}[group["kind"]]
-            if parameters := [p for p in group["params"] if p.grad is not None]:
-                update(group, parameters)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters and group["kind"] == "muon":
+                self._muon(group, parameters)
+            elif parameters:
+                self._adamw(group, parameters)
         return loss
 
-    def _muon(self, group: dict[str, Any], matrices: list[Any]) -> None:
-        momentum, lr = group["momentum"], group["lr"]
+    def _muon(self, group: Group, matrices: list[Any]) -> None:
         if type(self.ranks) is OneRank and hasattr(matrices[0], "to_local"):
             raise TypeError(
-                "the matrices are sharded: set Muon.ranks to minigpt.distributed.muon_ranks.Shards(group)"
+                "the matrices are sharded: set Muon.ranks to "
+                "minigpt.distributed.muon_ranks.Shards(group)"
             )
+        # Nesterov's momentum: the average of the gradients, and one more step toward it.
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
-        gradients = [local_shard(p.grad) for p in matrices]
-        buffers = [local_shard(self.state[p]["momentum"]) for p in matrices]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        nesterov = torch._foreach_lerp(gradients, buffers, momentum)
-        # By shape: weight and update of each matrix, and how many of its rows each rank holds.
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, list[int]]]] = {}
+        gradients = [local_shard(p.grad) for p in matrices]  # (r, C) each: the rows of this rank
+        averages = [local_shard(self.state[p]["momentum"]) for p in matrices]
+        torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+        nesterov = torch._foreach_lerp(gradients, averages, group["momentum"])
+        # Split concatenated matrices. By shape: weight, update, and how many rows each rank holds.
+        stacks = defaultdict[tuple[int, int], list[tuple[Tensor, Tensor, list[int]]]](list)
         for matrix, update in zip(matrices, nesterov, strict=True):
-            held = self.ranks.rows_of_ranks(self.rows[matrix])  # of each matrix
-            here = [rows[self.ranks.rank] for rows in held]
+            held = self.ranks.rows_of_ranks(self.rows[matrix])
+            here = [counts[self.ranks.rank] for counts in held]
             pieces = zip(local_shard(matrix).split(here), update.split(here), held, strict=True)
             for rows, piece in zip(self.rows[matrix], pieces, strict=True):
-                stacks.setdefault((rows, matrix.size(1)), []).append(piece)
+                stacks[rows, matrix.size(1)].append(piece)
+        # Orthogonalize all matrices of a shape at once.
         for (rows, columns), stack in stacks.items():
-            weights, updates, held = [list(values) for values in zip(*stack, strict=True)]
+            weights = [weight for weight, _, _ in stack]
+            updates = [update for _, update, _ in stack]
+            held = [counts for _, _, counts in stack]
             updates = self.ranks.orthogonalize(updates, held, group["newton_schulz_steps"])
             if group["weight_decay"]:
-                torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_mul_(updates, max(1, rows / columns) ** 0.5)
-            torch._foreach_add_(weights, updates, alpha=-lr)
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
-    def _adamw(self, group: dict[str, Any], parameters: list[Any]) -> None:
+    def _adamw(self, group: Group, parameters: list[Any]) -> None:
         for p in parameters:
             if not self.state[p]:
                 self.state[p]["step"] = torch.zeros((), device=p.device)
-                self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        states = [self.state[p] for p in parameters]
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        weights = [local_shard(p) for p in parameters]
+        gradients = [local_shard(p.grad) for p in parameters]
+        averages = [local_shard(self.state[p]["exp_avg"]) for p in parameters]
+        squares = [local_shard(self.state[p]["exp_avg_sq"]) for p in parameters]
+        steps = [self.state[p]["step"] for p in parameters]
         adamw_step(
-            [local_shard(p) for p in parameters],
-            [local_shard(p.grad) for p in parameters],
-            [local_shard(state["exp_avg"]) for state in states],
-            [local_shard(state["exp_avg_sq"]) for state in states],
+            weights,
+            gradients,
+            averages,
+            squares,
             [],
-            [state["step"] for state in states],
+            steps,
             fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
@@ -188,30 +211,30 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations, in 16 bits where that is faster.
+    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations.
 
-    Muon's quintic polynomial does not converge: it raises small singular values fastest, and after five steps
-    all of them are between about 0.7 and 1.2. (N, R, C) to (N, R, C).
+    They are computed in 16 bits where that is faster. Muon's quintic polynomial does not converge:
+    it raises small singular values fastest, and after five steps all of them are between about 0.7
+    and 1.2. (N, R, C) to (N, R, C).
 
-    In float16 the result is closer to that in float64 than in bfloat16, by a factor of 7 to 9 on random matrices
-    of 64 × 64 and 768 × 3,072, and singular values stay below 1.3. Float32 is divided by its norm first: elements
-    below 6e-8 are 0 in float16.
+    In float16 the result is closer to that in float64 than in bfloat16, by a factor of 7 to 9 on
+    random matrices of 64 × 64 and 768 × 3,072, and singular values stay below 1.3. Float32 is
+    divided by its norm first: elements below 6e-8 are 0 in float16.
     """
-    x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)
+    x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)  # (N, R, C)
     if matrices.dtype == torch.float32:
         x = x.to(half_dtype(matrices.device))
     tall = x.size(1) > x.size(2)
-    x = x.mT if tall else x  # the Gram matrix is of the shorter side
+    x = x.mT if tall else x  # (N, r, c) with r ≤ c: the Gram matrix is of the shorter side
     for _ in range(steps):
         gram = x @ x.mT  # (N, r, r)
-        x = torch.baddbmm(
-            x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
-        )
-    return (x.mT if tall else x).to(matrices.dtype)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)  # (N, r, r)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)  # (N, r, c)
+    return (x.mT if tall else x).to(matrices.dtype)  # (N, R, C)
 
 
 def matrix_params(model: nn.Module) -> dict[Tensor, list[int]]:
-    """Return the matrices of the blocks, and the row counts of the matrices that are concatenated in each."""
+    """Return the matrices of the blocks, and the row counts of the matrices concatenated in each."""
     matrices: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):

@@ -41,8 +41,8 @@ def find_device(name: str) -> str:
 def half_dtype(device: torch.device) -> torch.dtype | None:
     """Return the 16-bit type in which matrix products are faster than in float32 on a device, or None.
 
-    bfloat16 on CUDA GPUs and x86 CPUs with instructions for it; float16 on CUDA GPUs with tensor cores for float16
-    alone, such as T4 and V100.
+    bfloat16 on CUDA GPUs and x86 CPUs with instructions for it; float16 on CUDA GPUs with tensor
+    cores for float16 alone, such as T4 and V100.
     """
     if device.type == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):

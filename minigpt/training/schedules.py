@@ -1,7 +1,8 @@
 """Learning-rate schedules: factors on the peak learning rate. Depends on the standard library alone.
 
-Each is a function of the optimizer step, with `max_steps`, the length of the run, `warmup_steps`, over which the
-factor rises linearly, and, where it falls, `final_lr_frac`, the factor at `max_steps`.
+Each is a function of the optimizer step, with `max_steps`, the length of the run, `warmup_steps`,
+over which the factor rises linearly, and, where it falls, `final_lr_frac`, the factor at
+`max_steps`.
 """
 
 import math
