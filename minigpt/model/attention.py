@@ -20,7 +20,8 @@ from minigpt.model.ops import CPU, EPS, apply_dropout, rms_norm
 
 Rotary: TypeAlias = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
-# Keys up to which the formula is faster: with AMX the kernel takes 0.9 times as long at 256, and 2.8 times at 128.
+# Keys up to which the formula is faster: with AMX the kernel takes 0.9 times as long at 256, and
+# 2.8 times at 128.
 _MAX_EXPLICIT = 128 if CPU.get("amx_bf16") else 256
 
 
@@ -48,20 +49,23 @@ def attend(
 
     Source: https://arxiv.org/abs/1706.03762, equation 1
     """
-    T, S = q.size(2), k.size(2)
-    # The kernel has a causal mask for T = S alone; of symbolic sizes, equal ones are equal at every length.
+    T = q.size(2)
+    S = k.size(2)
+    # The kernel has a causal mask for T = S alone. Symbolic sizes that are equal are so at every
+    # length. A single query is the last one, which sees all keys.
     kernel_causal = causal and mask is None and bool(T == S)
-    if (
-        causal and not kernel_causal and T > 1
-    ):  # a single query is the last one, which sees all keys
-        mask = _visible(T, S, mask, q.device)
-    gqa = bool(q.size(1) != k.size(1))
-    matrix = (
-        None if mask is None else torch.atleast_2d(mask)
-    )  # the kernel takes no mask of fewer dimensions
+    if causal and not kernel_causal and T > 1:
+        mask = _visible(T, S, mask, q.device)  # (…, T, S)
     return F.scaled_dot_product_attention(
-        q, k, v, matrix, dropout, kernel_causal, scale=scale, enable_gqa=gqa
-    )
+        q,
+        k,
+        v,
+        None if mask is None else torch.atleast_2d(mask),  # the kernel takes no 1-D mask
+        dropout,
+        kernel_causal,
+        scale=scale,
+        enable_gqa=bool(q.size(1) != k.size(1)),
+    )  # (B, H, T, E)
 
 
 def attend_explicit(
@@ -74,27 +78,29 @@ def attend_explicit(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` by its formula, and return the output (B, H, T, E) and the weights (B, H, T, S)."""
-    T, S, D = q.size(-2), k.size(-2), q.size(-1)
+    """Compute `attend` by its formula; return its output (B, H, T, E) and weights (B, H, T, S)."""
+    T = q.size(-2)
+    S = k.size(-2)
     groups = q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, S, ·)
-    scores = (q * (D**-0.5 if scale is None else scale)) @ k.mT  # (B, H, T, S)
+    k = k.repeat_interleave(groups, dim=1)  # (B, K, S, D) -> (B, H, S, D)
+    v = v.repeat_interleave(groups, dim=1)  # (B, K, S, E) -> (B, H, S, E)
+    factor = q.size(-1) ** -0.5 if scale is None else scale
+    scores = (q * factor) @ k.mT  # (B, H, T, S)
     visible = _visible(T, S, mask, q.device) if causal else mask
     if visible is not None:
-        # Finite, because the gradient of a softmax over minus infinity is NaN; and added, whose gradient is no work.
-        hidden = scores.new_zeros(visible.shape).masked_fill_(
-            ~visible, torch.finfo(scores.dtype).min / 2
-        )
-        scores = scores + hidden
-    weights = scores.softmax(dim=-1)
+        # Finite, because the gradient of a softmax over minus infinity is NaN; and added, because
+        # the gradient of a sum is no work.
+        lowest = torch.finfo(scores.dtype).min / 2
+        scores = scores + scores.new_zeros(visible.shape).masked_fill_(~visible, lowest)
+    weights = scores.softmax(dim=-1)  # (B, H, T, S)
     if visible is not None and (mask is not None or T > S):  # a query may see no key
         weights = weights.masked_fill(~visible, 0.0)
     weights = apply_dropout(weights, dropout)
-    return weights @ v, weights
+    return weights @ v, weights  # (B, H, T, E), (B, H, T, S)
 
 
 def formula_is_faster(q: Tensor, k: Tensor) -> bool:
-    """Whether `attend_explicit` trains faster than the fused kernel: 1.7 to 5 times, in bfloat16 on a CPU."""
+    """Whether `attend_explicit` trains faster than the kernel: by 1.7 to 5 in bfloat16 on a CPU."""
     return (
         q.dtype == torch.bfloat16
         and q.device.type == "cpu"
@@ -106,8 +112,7 @@ def formula_is_faster(q: Tensor, k: Tensor) -> bool:
 
 
 def _visible(T: int, S: int, mask: Tensor | None, device: torch.device) -> Tensor:
-    """Combine the causal mask (T, S) with `mask`."""
-    lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+    lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)  # the causal mask (T, S)
     return lower if mask is None else lower & mask
 
 
@@ -119,7 +124,7 @@ def rotary_table(
     start: int = 0,
     scaling: tuple[float, float, float, int] | None = None,
 ) -> Tensor:
-    """Return the cosines and sines (2, length, 1, D) of the rotary embedding of the positions from `start` on.
+    """Return the cosines and sines (2, length, 1, D) of the rotary embedding from `start` on.
 
     Both halves of D have the same angles; the sines of the first half are negative, as `rotate`
     needs them.
@@ -132,25 +137,24 @@ def rotary_table(
     Source: https://arxiv.org/abs/2104.09864; scaling: https://arxiv.org/abs/2407.21783
     """
     # In float64: the product of a large position and a frequency exceeds the precision of float32.
-    options: Any = {"dtype": torch.float64, "device": "cpu"}
-    frequency = base ** (-torch.arange(0, head_dim, 2, **options) / head_dim)  # (D/2,)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # (D/2,)
+    frequency = base ** (-pairs / head_dim)
     if scaling is not None:
         factor, low, high, original_length = scaling
         turns = original_length * frequency / (2 * math.pi)  # within the original context
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
-    angle = torch.outer(torch.arange(start, start + length, **options), frequency)  # (T, D/2)
-    cos, sin = angle.cos(), angle.sin()
-    table = torch.stack(
-        (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
-    )  # (2, T, D)
-    return table[:, :, None].float()
+    positions = torch.arange(start, start + length, dtype=torch.float64, device="cpu")  # (T,)
+    angle = torch.outer(positions, frequency).repeat(1, 2)  # (T, D)
+    sin = angle.sin()
+    sin[:, : head_dim // 2].neg_()
+    return torch.stack((angle.cos(), sin))[:, :, None].float()  # (2, T, 1, D)
 
 
 def rotate(x: Tensor, table: Rotary) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x (B, T, H, D) by the angles of a `rotary_table` (2, T, 1, D)."""
-    cos, sin = table
-    swapped = x.roll((x.size(-1) // 2,), dims=-1)
+    """Rotate the pairs (i, i + D/2) of x (B, T, H, D) by the angles of a table (2, T, 1, D)."""
+    cos, sin = table  # (T, 1, D) each
+    swapped = x.roll((x.size(-1) // 2,), dims=-1)  # (B, T, H, D)
     return swapped.mul_(sin.to(x.dtype)).add_(x * cos.to(x.dtype))
 
 
@@ -166,7 +170,8 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, T, K, D) and return all stored ones, (B, K, length, D) each."""
-        start, self.length = self.length, self.length + k.size(1)
+        start = self.length
+        self.length += k.size(1)
         self.k[:, :, start : self.length] = k.transpose(1, 2)
         self.v[:, :, start : self.length] = v.transpose(1, 2)
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
@@ -176,13 +181,15 @@ class MultiHeadAttention(nn.Module):
     """Project to queries, keys and values, attend in every head, project back.
 
     Args:
-        n_embd, n_head, head_dim: C, H and D; None is D = C / H. n_kv_head: K, a divisor of H; None
-        is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
-            K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
-        qkv_bias: biases of queries, keys and values; None is `bias`. dropout: dropout probability
-        of the weights and of the output. causal: mask future positions. qk_norm: RMS-normalize
-        queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
-            learned weights (D,), and `norm_eps` is added to the mean square.
+        n_embd, n_head, head_dim: C, H and D; None is D = C / H.
+        n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention
+            (https://arxiv.org/abs/2305.13245), K = 1 multi-query attention
+            (https://arxiv.org/abs/1911.02150).
+        qkv_bias: biases of queries, keys and values; None is `bias`.
+        dropout: dropout probability of the weights and of the output.
+        causal: mask future positions.
+        qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245);
+            `qk_norm_weights` adds learned weights (D,), and `norm_eps` is added to the mean square.
         scale: factor on the scores; None is 1/√D.
     """
 
@@ -204,14 +211,17 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads(n_embd, n_head, n_kv_head, head_dim)
-        self.n_head, self.n_kv_head = n_head, n_kv_head or n_head
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head or n_head
         self.head_dim = head_dim or n_embd // n_head
         self.dropout, self.causal, self.scale = dropout, causal, scale
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(
-            n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias
+            n_embd,
+            self.q_width + 2 * self.kv_width,
+            bias=bias if qkv_bias is None else qkv_bias,
         )
         learned = qk_norm and qk_norm_weights
         self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
@@ -235,23 +245,25 @@ class MultiHeadAttention(nn.Module):
             rotary: (2, T, 1, D), `rotary_table` of the positions of x.
             cache: keys and values of the positions before x; those of x are appended.
         """
-        q, k, v = self._project(x, rotary)
-        k, v = (
-            (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.append(k, v)
-        )  # (B, K, S, D)
-        q, dropout = q.transpose(1, 2), self.dropout if self.training else 0.0  # (B, H, T, D)
-        options: Any = {
+        q, k, v = self._project(x, rotary)  # (B, T, H, D), (B, T, K, D), (B, T, K, D)
+        q = q.transpose(1, 2)  # (B, H, T, D)
+        if cache is None:
+            k = k.transpose(1, 2)  # (B, K, T, D)
+            v = v.transpose(1, 2)  # (B, K, T, D)
+        else:
+            k, v = cache.append(k, v)  # (B, K, S, D) each
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {
             "causal": self.causal,
             "mask": mask,
             "scale": self.scale,
             "dropout": dropout,
         }
-        y = (
-            attend_explicit(q, k, v, **options)[0]
-            if formula_is_faster(q, k)
-            else attend(q, k, v, **options)
-        )
-        y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, H, T, D) -> (B, T, H·D)
+        if formula_is_faster(q, k):
+            y, _ = attend_explicit(q, k, v, **options)  # (B, H, T, D)
+        else:
+            y = attend(q, k, v, **options)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, T, H·D)
         return apply_dropout(self.out(y), self.dropout, self.training)
 
     def attention_weights(
@@ -263,16 +275,18 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, ...]:
         """Queries (B, T, H, D), and keys and values (B, T, K, D), normalized and rotated."""
-        H, K = self.n_head, self.n_kv_head
+        H = self.n_head
+        K = self.n_kv_head
         T = x.size(1) if x.dim() == 3 else 1
-        heads = self.qkv(x).view(x.size(0), T, H + 2 * K, self.head_dim)
+        heads = self.qkv(x).view(x.size(0), T, H + 2 * K, self.head_dim)  # (B, T, H + 2·K, D)
         if not self.qk_norm and rotary is None:
             return heads.split_with_sizes((H, K, K), dim=2)
-        qk, v = heads.split_with_sizes((H + K, K), dim=2)
+        qk, v = heads.split_with_sizes((H + K, K), dim=2)  # (B, T, H + K, D), (B, T, K, D)
         if self.qk_norm:
             qk = rms_norm(qk, eps=self.norm_eps)
             if self.q_norm is not None and self.k_norm is not None:
-                qk = qk * torch.cat((self.q_norm.expand(H, -1), self.k_norm.expand(K, -1)))
+                weights = (self.q_norm.expand(H, -1), self.k_norm.expand(K, -1))
+                qk = qk * torch.cat(weights)  # (H + K, D)
         if rotary is not None:
             qk = rotate(qk, rotary)
         return *qk.split_with_sizes((H, K), dim=2), v

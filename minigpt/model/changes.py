@@ -1,10 +1,10 @@
-"""What a model consists of: whether it is the one that `GPT(config)` builds, or its user changed it. Torch alone.
+"""Whether a model is the one that `GPT(config)` builds, or its user changed it. Torch alone.
 
 Fast decoding, checkpoints and exports use the weights without the model's own code, so they first
 call `find_change`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -20,25 +20,25 @@ from minigpt.model.embeddings import NGramEmbedding
 from minigpt.model.gpt import GPT, MLP, Block, Norm
 from minigpt.utils.errors import UserError
 
-_KINDS: Any = (
+_KINDS: tuple[type[nn.Module], ...] = (
     *(GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention),
     *(nn.Linear, nn.Embedding, nn.ModuleList, nn.ParameterList, nn.Identity),
 )
-_METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
-_OF_TRAINING = (
-    "training",
-    "dropout",
-    "checkpoint_blocks",
-)  # attributes without effect in evaluation mode
+_AT_IMPORT = {kind: dict(vars(kind)) for kind in _KINDS}
+_FSDP = "torch.distributed.fsdp."
+_OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # no effect in evaluation mode
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model, without DistributedDataParallel or DataParallel; raise UserError if it has no GPTConfig."""
+    """Return the model that DistributedDataParallel or DataParallel may wrap.
+
+    Raises:
+        UserError: it has no GPTConfig.
+    """
     while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = original(model).module
-    if not isinstance(model, nn.Module) or not isinstance(
-        getattr(model, "config", None), GPTConfig
-    ):
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not isinstance(config, GPTConfig):
         raise UserError(
             f"the model must be a GPT, or a module with its `config`, got {type(model).__name__}; "
             f"pass the GPT inside of it"
@@ -52,9 +52,9 @@ def original(module: Any) -> Any:
     return module._modules.get("_orig_mod", module) if compiled else module
 
 
-def plain_kind(kind: Any) -> Any:
+def plain_kind(kind: type) -> type:
     """Return the class of a module from which FSDP2 derived its own, or the class itself."""
-    return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
+    return kind.__bases__[-1] if kind.__module__.startswith(_FSDP) else kind
 
 
 def empty_model(config: GPTConfig) -> GPT:
@@ -63,99 +63,111 @@ def empty_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
+_reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than a comparison
+
+
 class _SkipNormal(TorchFunctionMode):
     """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
 def find_change(model: Any, *, for_saving: bool = False) -> str | None:
-    """Return the first thing that makes a model another than `GPT(model.config)` in evaluation mode, or None.
+    """Return the first thing that makes a model another than `GPT(model.config)`, or None.
 
-    It consists of exactly the same classes, with the methods that they had at import, and has the
-    same attributes and shapes, no attribute that hides one of its class, and no hooks but those of
-    FSDP2. Wrappers of `torch.compile` count as what they wrap. Values and sharing of weights, and
-    further attributes, may be any. `for_saving`, hooks and the rounding of the rotary table do not
-    count.
+    A model is the same in evaluation mode if it consists of exactly the same classes, with the
+    methods that they had at import, and has the same attributes and shapes, no attribute that hides
+    one of its class, and no hooks but those of FSDP2. Wrappers of `torch.compile` count as what
+    they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`,
+    hooks and the rounding of the rotary table do not count.
     """
-    if not for_saving and (
-        torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    ):
+    has_hook = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    if has_hook and not for_saving:
         return "all modules have a global forward hook"
-    return next(_changes(model, _reference(model.config), "model", {}, for_saving), None)
+    try:
+        _compare(model, _reference(model.config), "model", {}, for_saving)
+    except _Change as change:
+        return str(change)
+    return None
 
 
-_reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than the comparison
+class _Change(Exception): ...
 
 
-def _changes(
-    module: Any, reference: Any, name: str, seen: dict[Any, Any], for_saving: bool
-) -> Iterator[str]:
-    """Yield the differences of a module from its reference; `seen` maps references to modules."""
-    wrapped, module = module, original(module)
-    kind, expected = type(module), type(reference)
-    if not for_saving and any(map(_has_hook, {wrapped, module})):
-        yield f"{name} has a forward hook"
-    if expected not in _KINDS:
-        yield f"{name} is of class {expected.__name__}, which is not in _KINDS of minigpt/model/changes.py"
-        return
-    if plain_kind(kind) is not expected:
-        yield f"{name} is of class {kind.__module__}.{kind.__name__}, not {expected.__name__}"
-        return
-    if changed := [
-        f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code
-    ]:
-        yield f"{expected.__name__}.{changed[0]} is replaced"
-    if reference in seen:
-        if seen[reference] is not module:
-            yield f"{name} is no longer shared"
-        return
-    seen[reference] = module
-    own, known = vars(module), vars(reference)
+def _compare(
+    wrapped: nn.Module,
+    reference: nn.Module,
+    name: str,
+    seen: dict[nn.Module, nn.Module],
+    for_saving: bool,
+) -> None:
+    """Raise _Change if a module differs from its reference; `seen` maps references to modules."""
+    # The code that it runs is that of its class.
+    module = original(wrapped)
+    if not for_saving and (_has_hook(wrapped) or _has_hook(module)):
+        raise _Change(f"{name} has a forward hook")
+    kind = type(reference)
+    if kind not in _KINDS:
+        raise _Change(
+            f"{name} is of class {kind.__name__}, "
+            "which is not in _KINDS of minigpt/model/changes.py"
+        )
+    own = type(module)
+    if plain_kind(own) is not kind:
+        raise _Change(f"{name} is of class {own.__module__}.{own.__name__}, not {kind.__name__}")
+    for method, code in _AT_IMPORT[kind].items():
+        if isfunction(code) and vars(kind).get(method) is not code:
+            raise _Change(f"{kind.__name__}.{method} is replaced")
+    # A module that the model uses again is the same one.
+    if seen.setdefault(reference, module) is not module:
+        raise _Change(f"{name} is no longer shared")
+    _compare_attributes(vars(module), vars(reference), own, name)
+    # Parameters, buffers and modules: first their names, then what they are.
+    for kept in ("_parameters", "_buffers", "_modules"):
+        mine = vars(module)[kept]
+        for key in sorted(mine.keys() ^ vars(reference)[kept].keys()):
+            raise _Change(f"{name}.{key} is {'new' if key in mine else 'missing'}")
+    for kept in ("_parameters", "_buffers"):
+        for key, tensor in vars(reference)[kept].items():
+            # A saved rotary table may have been in half precision.
+            if not _is_like(vars(module)[kept][key], tensor, 0.004 if for_saving else 0.0):
+                raise _Change(f"{name}.{key} is changed in kind, shape or value")
+    for key, child in vars(reference)["_modules"].items():
+        _compare(vars(module)["_modules"][key], child, f"{name}.{key}", seen, for_saving)
+
+
+def _compare_attributes(
+    own: dict[str, object], known: dict[str, object], kind: type, name: str
+) -> None:
     for key in own.keys() - known.keys():
         if hasattr(kind, key) and key != "_compiled_call_impl":  # of Module.compile
-            yield f"{name}.{key} is replaced"
+            raise _Change(f"{name}.{key} is replaced")
     for key, value in known.items():
         is_used = key[0] != "_" and key not in _OF_TRAINING
         if is_used and (key not in own or type(own[key]) is not type(value) or own[key] != value):
-            yield f"{name}.{key} is changed"
-    for kept in ("_parameters", "_buffers", "_modules"):
-        if different := own[kept].keys() ^ known[kept].keys():
-            yield f"{name}.{min(different)} is {'new' if min(different) in own[kept] else 'missing'}"
-            return
-    for kept in ("_parameters", "_buffers"):
-        for key, tensor in known[kept].items():
-            if not _is_like(
-                own[kept][key], tensor, 0.004 if for_saving else 0.0
-            ):  # it was in half precision
-                yield f"{name}.{key} is changed in kind, shape or value"
-    for key, child in known["_modules"].items():
-        yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, for_saving)
+            raise _Change(f"{name}.{key} is changed")
 
 
 def _has_hook(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
-        for hook in hooks
-    )
+    return not all(str(getattr(hook, "__module__", "")).startswith(_FSDP) for hook in hooks)
 
 
 def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bool:
-    """Whether two tensors have the same shape, and the values of a reference that has values: the rotary table."""
+    """Whether a tensor has the kind and shape of another, and its values if the other has some."""
     if tensor is None or reference is None:
         return tensor is reference
-    is_plain = (
-        type(tensor) in (nn.Parameter, Tensor)
-        or type(tensor).__module__ == "torch.distributed.tensor"
-    )
+    kind = type(tensor)
+    is_plain = kind in (nn.Parameter, Tensor) or kind.__module__ == "torch.distributed.tensor"
     if not is_plain or tensor.shape != reference.shape:
         return False
-    return (
-        reference.is_meta
-        or tensor.is_meta
-        or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
-    )
+    if reference.is_meta or tensor.is_meta:
+        return True
+    return torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)  # the rotary table

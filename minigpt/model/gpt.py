@@ -10,7 +10,7 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 import math
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -40,29 +40,24 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.ngram:
             self.ngrams = NGramEmbedding(config)
-        if (
-            config.smear
-        ):  # vectors, which optimizers do not decay; the last is for the previous token
+        if config.smear:
+            # Vectors, which optimizers do not decay; the last is for the previous token.
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
         rotary = None
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
-            rotary = nn.Buffer(
-                rotary_table(
-                    config.block_size,
-                    config.head_width,
-                    config.rope_base,
-                    scaling=config.rope_scaling,
-                ),
-                persistent=False,
-            )  # (2, T, 1, D)
+            table = rotary_table(
+                config.block_size,
+                config.head_width,
+                config.rope_base,
+                scaling=config.rope_scaling,
+            )
+            rotary = nn.Buffer(table, persistent=False)  # (2, block_size, 1, D)
         self.rotary: Tensor | None = rotary
-        # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
-        self.blocks = nn.ModuleList(
-            [Block(config) for _ in range(config.n_layer // config.layer_repeats)]
-            * config.layer_repeats
-        )
+        blocks = [Block(config) for _ in range(config.n_layer // config.layer_repeats)]
+        # With repeats, the same blocks in turn: https://arxiv.org/abs/1807.03819
+        self.blocks = nn.ModuleList(blocks * config.layer_repeats)
         # Post-norm blocks end in a norm already.
         self.final_norm = Norm(config) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -79,14 +74,14 @@ class GPT(nn.Module):
         cache: "Cache | None" = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Compute the logits (B, T, V), or the cross-entropy in nats, in float32 or more, if targets are given.
+        """Compute the logits (B, T, V), or the cross-entropy in nats if targets are given.
 
         Args:
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache:
                 a tensor, or an array or nested list, which is moved to the model's device.
-            targets: (B, T) the id after each token, likewise.
+            targets: (B, T) the id after each token, likewise; -100 is ignored.
             cache: from `new_cache`; the tokens continue it and are appended to it.
-            reduction: of the loss over tokens: "mean", "sum", or "none" for (B·T,).
+            reduction: of the loss, in float32 or more: "mean", "sum", or "none" for (B·T,).
 
         Raises:
             ValueError: the tokens are not integers (B, T), or too many; the targets have another
@@ -103,71 +98,58 @@ class GPT(nn.Module):
             if tokens.min() >= 0 and tokens.max() < self.config.vocab_size:  # it is of a hook
                 raise
             raise ValueError(
-                f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}"
+                f"token ids must be in [0, {self.config.vocab_size}), "
+                f"got {tokens.min()} to {tokens.max()}"
             ) from error
-        if (
-            x.is_cuda
-            and torch.is_autocast_enabled("cuda")
-            and torch.get_autocast_dtype("cuda") == torch.bfloat16
-        ):
-            # The sums between blocks: half the memory traffic, the same range. In float16 they could overflow.
+        # The sums between blocks, in half the memory traffic; in float16 they could overflow.
+        autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
+        if autocast and torch.get_autocast_dtype("cuda") == torch.bfloat16:
             x = x.bfloat16()
-        # Parts of each table, (T, 1, D): exported, a part of both would be another kind at T tokens.
-        rotary = (
-            None
-            if self.rotary is None
-            else tuple(table[start:end] for table in self.rotary.unbind())
-        )
+        rotary = None
+        if self.rotary is not None:
+            # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
+            rotary = tuple(table[start:end] for table in self.rotary.unbind())
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:
-                x = checkpoint(block, x, rotary, use_reentrant=False)
+                x = checkpoint(block, x, rotary, use_reentrant=False)  # (B, T, C)
             else:
-                x = block(x, rotary, cache.layers[i] if cache else None)
+                x = block(x, rotary, cache.layers[i] if cache else None)  # (B, T, C)
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
         targets = self._to_ids(targets)
         if targets.shape != tokens.shape:
             raise ValueError(
-                f"targets must have the shape of the tokens, {(*tokens.shape,)}, got {(*targets.shape,)}"
+                f"targets must have the shape of the tokens, {(*tokens.shape,)}, "
+                f"got {(*targets.shape,)}"
             )
-        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        try:
-            loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
-        except IndexError as error:
-            raise ValueError(
-                f"targets must be in [0, {self.config.vocab_size}), or -100, which is ignored; got {_range(targets)}"
-            ) from error
-        is_mean = (
-            reduction == "mean" and not torch.compiler.is_compiling()
-        )  # `suppress` cannot be traced before 2.11
-        if is_mean and _is_nan(loss) and (targets == -100).all():
-            raise ValueError("the targets have no id: all are -100, which is ignored")
-        return loss
+        return self._loss(logits.flatten(0, 1), targets.flatten(), reduction)
 
     def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
-        """Return the input of the first block (B, T, C) for tokens (B, T) at positions that index (B, T) or (T,).
+        """Return the input of the first block (B, T, C).
 
-        Tokens follow those of the cache, which n-gram embeddings and smear append to.
+        Args:
+            tokens: (B, T); they follow those of the cache.
+            positions: index of (B, T) or (T,).
+            cache: n-gram embeddings and smear read what is before the tokens, and append to it.
         """
         B, T = tokens.shape
-        x = self.wte(tokens)
-        if orders := max(
-            0, self.config.ngram - 1
-        ):  # padding: the id after the last of the vocabulary
-            before = (
-                cache.last_tokens if cache else tokens.new_full((B, orders), self.config.vocab_size)
-            )
-            padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
-            x = x + self.ngrams(padded)
+        x = self.wte(tokens)  # (B, T, C)
+        if self.config.ngram:
+            if cache:
+                last = cache.last_tokens
+            else:  # padding: the id after the last of the vocabulary
+                last = tokens.new_full((B, self.config.ngram - 1), self.config.vocab_size)
+            padded = torch.cat((last, tokens), dim=1)  # (B, ngram - 1 + T)
+            x = x + self.ngrams(padded)  # (B, T, C)
             if cache:
                 cache.last_tokens = padded[:, T:]
         if k := self.config.smear:
             # FSDP2 can gather the embedding in bfloat16.
             last = cache.last_embeddings.to(x.dtype) if cache else x.new_zeros(B, k, x.size(2))
             padded = torch.cat((last, x), dim=1)  # (B, k + T, C)
-            x = smear(x, padded, self.smear)
+            x = smear(x, padded, self.smear)  # (B, T, C)
             if cache:
                 cache.last_embeddings = padded[:, T:]
         if self.config.position == "learned":
@@ -179,51 +161,65 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Map the output of the last block (…, C) to logits (…, V)."""
         x = self.final_norm(x)
+        # Under mup, updates of the head change the logits equally at every width.
         if self.config.width_ratio != 1:
-            x = (
-                x / self.config.width_ratio
-            )  # mup: updates of the head change the logits equally at every width
-        logits, cap = self.lm_head(x), self.config.logit_softcap
-        return (
-            logits if cap is None else cap * torch.tanh(logits / cap)
-        )  # Gemma 2, https://arxiv.org/abs/2408.00118
+            x = x / self.config.width_ratio
+        logits = self.lm_head(x)  # (…, V)
+        cap = self.config.logit_softcap  # of Gemma 2, https://arxiv.org/abs/2408.00118
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, batch: int, length: int | None = None) -> "Cache":
-        """Return an empty cache of `length` positions, by default `block_size`, for `batch` sequences."""
-        config, weight = self.config, self.wte.weight
+        """Return an empty cache of `length` positions for `batch` sequences."""
+        config = self.config
         length = config.block_size if length is None else length
         shape = (batch, config.n_kv_head or config.n_head, length, config.head_width)
-        options: Any = {"device": weight.device, "dtype": weight.dtype}
+        device = self.wte.weight.device
+        dtype = self.wte.weight.dtype
+        orders = max(0, config.ngram - 1)
         return Cache(
-            [KVCache(shape, **options) for _ in range(config.n_layer)],
-            torch.zeros(batch, config.smear, config.n_embd, **options),
-            torch.full((batch, max(0, config.ngram - 1)), config.vocab_size, device=weight.device),
+            [KVCache(shape, device=device, dtype=dtype) for _ in range(config.n_layer)],
+            torch.zeros(batch, config.smear, config.n_embd, device=device, dtype=dtype),
+            torch.full((batch, orders), config.vocab_size, device=device),
         )
 
     def num_params(self) -> int:
         """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def _to_ids(self, values: "Tensor | Ids") -> Tensor:
-        """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
-        ids = (
-            values
-            if isinstance(values, Tensor)
-            else torch.tensor(values, device=self.wte.weight.device)
-        )
+    def _to_ids(self, ids: "Tensor | Ids") -> Tensor:
+        if not isinstance(ids, Tensor):
+            ids = torch.tensor(ids, device=self.wte.weight.device)
         if ids.dim() != 2 or ids.is_floating_point():
             raise ValueError(
-                f"token ids must be integers (B, T), got {ids.dtype} {tuple(ids.shape)}; ids[None] adds a batch"
+                f"token ids must be integers (B, T), got {ids.dtype} {tuple(ids.shape)}; "
+                "ids[None] adds a batch"
             )
         return ids.long()
 
+    def _loss(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (B·T, V)
+        try:
+            loss = F.cross_entropy(logits, targets, reduction=reduction)  # (), or (B·T,)
+        except IndexError as error:
+            raise ValueError(
+                f"targets must be in [0, {self.config.vocab_size}), or -100, which is ignored; "
+                f"got {targets.min()} to {targets.max()}"
+            ) from error
+        # The value on a GPU is not read; under vmap it cannot be, and in compiled code not tested.
+        if reduction == "mean" and loss.is_cpu and not torch.compiler.is_compiling():
+            with suppress(RuntimeError):
+                if loss.isnan() and (targets == -100).all():
+                    raise ValueError("the targets have no id: all are -100, which is ignored")
+        return loss
+
     def _initialize(self) -> None:
-        """Initialize as GPT-2: normal(0.02), and 1/√(2 n_layer) of it for projections into the residual stream.
+        """Initialize as GPT-2: normal(0.02), times 1/√(2 n_layer) for projections to the residuals.
 
         Under mup, matrices of the blocks are divided by the square root of the width ratio
         (https://arxiv.org/abs/2203.03466, table 8).
         """
-        std, hidden = 0.02 / math.sqrt(self.config.width_ratio), set(self.blocks.modules())
+        std = 0.02 / math.sqrt(self.config.width_ratio)
+        hidden = set(self.blocks.modules())
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std if module in hidden else 0.02)
@@ -237,7 +233,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with a residual connection and a norm before (pre) or after (post) it."""
+    """Attention and an MLP, each with a residual connection, and a norm before or after it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -266,7 +262,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); rotary, cache and mask are those of the attention."""
+        """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); see `MultiHeadAttention.forward`."""
         if self.pre_norm:
             x = x + self.attention(self.norm_1(x), mask=mask, rotary=rotary, cache=cache)
             return x + self.mlp(self.norm_2(x))
@@ -279,14 +275,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = config.dropout
         self.up = nn.Linear(config.n_embd, config.up_width, bias=config.bias)
         self.down = nn.Linear(config.inner_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, C) to (B, T, C)."""
-        x = self.activation(self.up(x))  # (B, T, inner)
-        return apply_dropout(self.down(x), self.dropout, self.training)
+        x = self.activation(self.up(x))  # (B, T, C) -> (B, T, inner_width)
+        return apply_dropout(self.down(x), self.dropout, self.training)  # (B, T, C)
 
 
 class Norm(nn.Module):
@@ -294,34 +290,20 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.function, self.eps = NORMS[config.norm], config.norm_eps
-        self.weight = (
-            nn.Parameter(torch.ones(config.n_embd)) if "weight" in config.norm_params else None
-        )
-        self.bias = (
-            nn.Parameter(torch.zeros(config.n_embd)) if "bias" in config.norm_params else None
-        )
+        self.function = NORMS[config.norm]
+        self.eps = config.norm_eps
+        names = config.norm_params
+        self.weight = nn.Parameter(torch.ones(config.n_embd)) if "weight" in names else None
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if "bias" in names else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (…, C) to (…, C)."""
+    def forward(self, x: Tensor) -> Tensor:  # (…, C)
         return self.function(x, self.weight, self.bias, self.eps)
 
 
 @dataclass
 class Cache:
-    """The state of a batch of sequences: keys and values per layer, the last embeddings and the last tokens."""
+    """The state of a batch of sequences."""
 
-    layers: list[KVCache]
+    layers: list[KVCache]  # keys and values
     last_embeddings: Tensor  # (B, smear, C)
     last_tokens: Tensor  # (B, ngram - 1)
-
-
-def _range(ids: Tensor) -> str:
-    return f"{int(ids.min())} to {int(ids.max())}"
-
-
-def _is_nan(loss: Tensor) -> bool:
-    """Return whether a loss on a CPU is NaN; the value on a GPU or under vmap is not read."""
-    with suppress(RuntimeError):
-        return loss.device.type == "cpu" and bool(loss.isnan())
-    return False

@@ -12,24 +12,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Properties of this CPU by name; PyTorch before 2.11 has no such function, and a CPU counts as one without bfloat16.
-CPU: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+# Properties of this CPU by name. PyTorch before 2.11 has no such function; then no CPU has bfloat16.
+CPU: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
 EPS = 1e-5  # default of what is added to the variance or the mean square
 
 
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS
 ) -> Tensor:
-    """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
+    """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,).
+
+    Source: https://arxiv.org/abs/1607.06450
+    """
     return torch.layer_norm(x, x.shape[-1:], _in_type_of(x, weight), _in_type_of(x, bias), eps)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS
 ) -> Tensor:
-    """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
+    """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,).
+
+    Source: https://arxiv.org/abs/1910.07467
+    """
     if _autocasts_norms(x):
-        # Without weights, the kernel adds in float32 anyway; with them, autocast converts x since PyTorch 2.12.
+        # Without weights, the kernel adds in float32 anyway; with them, autocast converts x since
+        # PyTorch 2.12.
         x = x if weight is None else x.to(torch.promote_types(x.dtype, torch.float32))
         with torch.autocast("cuda", enabled=False):
             y = F.rms_norm(x, x.shape[-1:], _in_type_of(x, weight), eps)
@@ -76,9 +83,8 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the shard of this rank under FSDP2, else the tensor itself."""
-    return (
-        tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    )  # a DTensor, which is slow to import
+    # A DTensor has `to_local`; its class is slow to import.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -93,11 +99,10 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     dropped = round(p * (1 << 16))  # of the 65,536 values of 16 bits
     if not 0 < dropped < 1 << 16 or not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.dropout(x, p)
-    n, lowest = x.numel(), -(1 << 15)
-    drawn = (
-        torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)
-    )  # uniform
-    kept = drawn[:n].view(x.shape) >= lowest + dropped
+    n = x.numel()
+    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None)  # uniform
+    values = drawn.view(torch.int16)[:n].view(x.shape)  # 16 bits for each element of x
+    kept = values >= dropped - (1 << 15)
     return x * kept.to(x.dtype).div_(1 - p)
 
 
@@ -112,24 +117,18 @@ def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def _autocasts_norms(x: Tensor) -> bool:
-    """Whether autocast converts x and the weights of a norm to float32, and returns that: on a CUDA GPU."""
+    """Whether autocast makes the norm of x one in float32: on a CUDA GPU."""
     return x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
 def _in_type_of(x: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Return the weights of a norm in the type of x, because FSDP2 gathers bfloat16; autocast converts both itself."""
+    # FSDP2 gathers bfloat16; autocast converts both itself.
     return weight if weight is None or _autocasts_norms(x) else weight.to(x.dtype)
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:
-    """1 / √(mean(x²) + eps): (…, C) to (…, 1)."""
-    return (
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        .square_()
-        .div_(x.size(-1))
-        .add_(eps)
-        .rsqrt_()
-    )
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (…, C) -> (…, 1)
+    return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # 1 / √(mean(x²) + eps)
 
 
 # What the backward passes of these functions use is an output too, so that they can be differentiated again:
@@ -148,7 +147,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_factor: Tensor | None) -> tuple[Tensor, None]:
         y, factor = ctx.saved_tensors
-        along = torch.linalg.vecdot(gradient, y).unsqueeze(-1)  # (…, 1)
+        along = torch.linalg.vecdot(gradient, y).unsqueeze(-1)  # (…, C) -> (…, 1)
         if of_factor is not None:
             along = along + of_factor * factor
         return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor), None
@@ -165,6 +164,9 @@ class _ReLUSquared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, of_positive: Tensor | None) -> Tensor:
         (positive,) = ctx.saved_tensors
-        summands = [] if gradient is None else [(gradient * positive).mul_(2)]
-        summands += [] if of_positive is None else [of_positive * (positive > 0)]
+        summands = []
+        if gradient is not None:
+            summands.append((gradient * positive).mul_(2))
+        if of_positive is not None:
+            summands.append(of_positive * (positive > 0))
         return sum(summands[1:], start=summands[0])

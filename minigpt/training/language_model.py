@@ -8,6 +8,7 @@ Shapes: B batch, T time.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as L
@@ -43,7 +44,8 @@ class LanguageModel(L.LightningModule):
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer
-        self.schedule, self.max_steps = partial(schedule, max_steps=max_steps), max_steps
+        self.schedule = partial(schedule, max_steps=max_steps)
+        self.max_steps = max_steps
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step
         self.weight = 1.0  # of the loss of this rank
@@ -52,19 +54,16 @@ class LanguageModel(L.LightningModule):
 
     def configure_model(self) -> None:
         """Shard parameters over all ranks with trainer=fsdp."""
-        strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "shard") and not isinstance(self.model, FSDPModule):
-            strategy.shard(self.model)
+        shard = getattr(self.trainer.strategy, "shard", None)
+        if shard and not isinstance(self.model, FSDPModule):
+            shard(self.model)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"}]
 
     def on_train_start(self) -> None:
-        """Weight the loss by the share of this rank in a batch: gradients are averaged over ranks."""
+        """Weight the loss by the share of this rank in a batch: ranks average their gradients."""
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -78,7 +77,8 @@ class LanguageModel(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.param_groups
+        parameters = list(chain.from_iterable(group["params"] for group in groups))
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if gradient_clip_val is None:
@@ -88,41 +88,43 @@ class LanguageModel(L.LightningModule):
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     @property
-    def diverged(self) -> bool:
+    def has_nonfinite_gradient(self) -> bool:
         """Whether the last step made weights NaN or infinite; 16-mixed skips such a step."""
         skips = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return not skips and self.grad_norm is not None and not self.grad_norm.isfinite()
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, *args: Any, **kwargs: Any
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Take a step, then free the gradients, so that they never take memory beside the next activations."""
+        """Take a step, then free the gradients: the next activations need their memory."""
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
-        super().optimizer_step(epoch, batch_idx, optimizer, *args, **kwargs)
+        optimizer.step(closure=optimizer_closure)
         optimizer.zero_grad()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Do nothing: Lightning calls this between the forward and the backward pass."""
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Stop after the last step, so that Lightning validates there, even if it is no multiple of eval_every."""
+    def on_train_batch_end(self, *args: object) -> None:
+        """Stop after the last step, so that Lightning validates there too."""
         if self.trainer.global_step == self.max_steps:
             self.trainer.should_stop = True
 
     def on_validation_epoch_start(self) -> None:
-        self.val_sums = torch.zeros(
-            2, device=self.device
-        )  # nats (2e-6 off after 20,000 batches), tokens
+        # Nats (2e-6 off after 20,000 batches) and tokens.
+        self.val_sums = torch.zeros(2, device=self.device)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch  # (B, T) each
-        # Another compilation, without gradients, would take longer than it saves.
-        with uncompiled():
+        with uncompiled():  # a compilation without gradients would take longer than it saves
             self.val_sums[0] += self.model(tokens, targets, reduction="sum")
         self.val_sums[1] += (targets >= 0).sum()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mean over every token of the validation split, the same on any number of ranks."""
+        """Log the mean over every token of the validation split, whatever the number of ranks."""
         nats, tokens = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA

@@ -164,7 +164,7 @@ class MetricsCallback(L.Callback):
             return
         if self._progress and step == self._first_step:  # from now on the run has metrics to show
             update_latest_link(Path(trainer.default_root_dir))
-        if pl_module.device.type == "cpu" and pl_module.diverged:
+        if pl_module.device.type == "cpu" and pl_module.has_nonfinite_gradient:
             loss = sum(self._losses[-trainer.accumulate_grad_batches :])
             raise NonFiniteLoss(float(loss), step, pl_module.learning_rate)
         if step % self.run.log_every == 0 or step == self.run.max_steps:

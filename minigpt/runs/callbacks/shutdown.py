@@ -72,6 +72,7 @@ class GracefulShutdown(L.Callback):
             trainer._logger_connector.update_train_step_metrics()
         # After the last step the validation is still due, and after a non-finite gradient the
         # last good checkpoint must stay.
-        if trainer.global_step < trainer.max_steps and not trainer.lightning_module.diverged:
+        nonfinite = trainer.lightning_module.has_nonfinite_gradient
+        if trainer.global_step < trainer.max_steps and not nonfinite:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)
         raise Interrupted(signum)
