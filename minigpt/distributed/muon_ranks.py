@@ -38,7 +38,7 @@ class Shards(OneRank):
         self.rank = group.rank()
 
     def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
-        """Return how many rows of each matrix each rank holds: FSDP2 splits as torch.chunk."""
+        # FSDP2 splits as torch.chunk.
         n = self.group.size()
         share = -(-sum(matrices) // n)
         held = []

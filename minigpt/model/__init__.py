@@ -1,1 +1,1 @@
-"""The model: its configuration, attention, blocks, and whether a model was changed. Needs torch alone."""
+"""The model: configuration, attention, blocks, and whether a model was changed. Torch alone."""

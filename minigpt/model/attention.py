@@ -214,13 +214,12 @@ class MultiHeadAttention(nn.Module):
         self.n_head = n_head
         self.n_kv_head = n_kv_head or n_head
         self.head_dim = head_dim or n_embd // n_head
+        self.q_width = n_head * self.head_dim  # H·D
         self.dropout, self.causal, self.scale = dropout, causal, scale
         self.qk_norm, self.norm_eps = qk_norm, norm_eps
-        self.q_width = n_head * self.head_dim  # H·D
-        self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(
             n_embd,
-            self.q_width + 2 * self.kv_width,
+            self.q_width + 2 * self.n_kv_head * self.head_dim,  # (H + 2·K)·D
             bias=bias if qkv_bias is None else qkv_bias,
         )
         learned = qk_norm and qk_norm_weights
@@ -274,7 +273,7 @@ class MultiHeadAttention(nn.Module):
         return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale)[1]
 
     def _project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, ...]:
-        """Queries (B, T, H, D), and keys and values (B, T, K, D), normalized and rotated."""
+        # Queries (B, T, H, D), and keys and values (B, T, K, D), normalized and rotated.
         H = self.n_head
         K = self.n_kv_head
         T = x.size(1) if x.dim() == 3 else 1
@@ -285,8 +284,7 @@ class MultiHeadAttention(nn.Module):
         if self.qk_norm:
             qk = rms_norm(qk, eps=self.norm_eps)
             if self.q_norm is not None and self.k_norm is not None:
-                weights = (self.q_norm.expand(H, -1), self.k_norm.expand(K, -1))
-                qk = qk * torch.cat(weights)  # (H + K, D)
+                qk = qk * torch.cat((self.q_norm.expand(H, -1), self.k_norm.expand(K, -1)))
         if rotary is not None:
             qk = rotate(qk, rotary)
         return *qk.split_with_sizes((H, K), dim=2), v

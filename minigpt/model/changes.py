@@ -4,7 +4,7 @@ Fast decoding, checkpoints and exports use the weights without the model's own c
 call `find_change`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from inspect import isfunction
 from typing import Any
@@ -37,8 +37,9 @@ def unwrap(model: Any) -> Any:
     """
     while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = original(model).module
-    config = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or not isinstance(config, GPTConfig):
+    if not isinstance(model, nn.Module) or not isinstance(
+        getattr(model, "config", None), GPTConfig
+    ):
         raise UserError(
             f"the model must be a GPT, or a module with its `config`, got {type(model).__name__}; "
             f"pass the GPT inside of it"
@@ -79,7 +80,7 @@ class _SkipNormal(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-def find_change(model: Any, *, for_saving: bool = False) -> str | None:
+def find_change(model: GPT, *, for_saving: bool = False) -> str | None:
     """Return the first thing that makes a model another than `GPT(model.config)`, or None.
 
     A model is the same in evaluation mode if it consists of exactly the same classes, with the
@@ -91,68 +92,61 @@ def find_change(model: Any, *, for_saving: bool = False) -> str | None:
     has_hook = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
     if has_hook and not for_saving:
         return "all modules have a global forward hook"
-    try:
-        _compare(model, _reference(model.config), "model", {}, for_saving)
-    except _Change as change:
-        return str(change)
-    return None
+    return next(_changes(model, _reference(model.config), "model", {}, for_saving), None)
 
 
-class _Change(Exception): ...
-
-
-def _compare(
+def _changes(
     wrapped: nn.Module,
     reference: nn.Module,
     name: str,
     seen: dict[nn.Module, nn.Module],
     for_saving: bool,
-) -> None:
-    """Raise _Change if a module differs from its reference; `seen` maps references to modules."""
+) -> Iterator[str]:
+    """Yield the differences of a module from its reference; after the first, the rest may fail.
+
+    Args:
+        seen: the modules of the references that were compared.
+    """
     # The code that it runs is that of its class.
     module = original(wrapped)
     if not for_saving and (_has_hook(wrapped) or _has_hook(module)):
-        raise _Change(f"{name} has a forward hook")
+        yield f"{name} has a forward hook"
     kind = type(reference)
     if kind not in _KINDS:
-        raise _Change(
+        yield (
             f"{name} is of class {kind.__name__}, "
             "which is not in _KINDS of minigpt/model/changes.py"
         )
-    own = type(module)
-    if plain_kind(own) is not kind:
-        raise _Change(f"{name} is of class {own.__module__}.{own.__name__}, not {kind.__name__}")
+    own_kind = type(module)
+    if plain_kind(own_kind) is not kind:
+        yield (f"{name} is of class {own_kind.__module__}.{own_kind.__name__}, not {kind.__name__}")
     for method, code in _AT_IMPORT[kind].items():
         if isfunction(code) and vars(kind).get(method) is not code:
-            raise _Change(f"{kind.__name__}.{method} is replaced")
-    # A module that the model uses again is the same one.
+            yield f"{kind.__name__}.{method} is replaced"
+    # A module that the reference uses again is the same one.
     if seen.setdefault(reference, module) is not module:
-        raise _Change(f"{name} is no longer shared")
-    _compare_attributes(vars(module), vars(reference), own, name)
-    # Parameters, buffers and modules: first their names, then what they are.
-    for kept in ("_parameters", "_buffers", "_modules"):
-        mine = vars(module)[kept]
-        for key in sorted(mine.keys() ^ vars(reference)[kept].keys()):
-            raise _Change(f"{name}.{key} is {'new' if key in mine else 'missing'}")
-    for kept in ("_parameters", "_buffers"):
-        for key, tensor in vars(reference)[kept].items():
-            # A saved rotary table may have been in half precision.
-            if not _is_like(vars(module)[kept][key], tensor, 0.004 if for_saving else 0.0):
-                raise _Change(f"{name}.{key} is changed in kind, shape or value")
-    for key, child in vars(reference)["_modules"].items():
-        _compare(vars(module)["_modules"][key], child, f"{name}.{key}", seen, for_saving)
-
-
-def _compare_attributes(
-    own: dict[str, object], known: dict[str, object], kind: type, name: str
-) -> None:
+        yield f"{name} is no longer shared"
+    # No attribute hides one of the class, and those of the reference are the same.
+    own = vars(module)
+    known = vars(reference)
     for key in own.keys() - known.keys():
-        if hasattr(kind, key) and key != "_compiled_call_impl":  # of Module.compile
-            raise _Change(f"{name}.{key} is replaced")
+        if hasattr(own_kind, key) and key != "_compiled_call_impl":  # of Module.compile
+            yield f"{name}.{key} is replaced"
     for key, value in known.items():
         is_used = key[0] != "_" and key not in _OF_TRAINING
         if is_used and (key not in own or type(own[key]) is not type(value) or own[key] != value):
-            raise _Change(f"{name}.{key} is changed")
+            yield f"{name}.{key} is changed"
+    # It has the same parameters, buffers and modules.
+    for kept in ("_parameters", "_buffers", "_modules"):
+        for key in sorted(own[kept].keys() ^ known[kept].keys()):
+            yield f"{name}.{key} is {'new' if key in own[kept] else 'missing'}"
+    for kept in ("_parameters", "_buffers"):
+        for key, tensor in known[kept].items():
+            # A saved rotary table may have been in half precision.
+            if not _is_like(own[kept][key], tensor, 0.004 if for_saving else 0.0):
+                yield f"{name}.{key} is changed in kind, shape or value"
+    for key, child in known["_modules"].items():
+        yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, for_saving)
 
 
 def _has_hook(module: nn.Module) -> bool:
@@ -161,13 +155,12 @@ def _has_hook(module: nn.Module) -> bool:
 
 
 def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bool:
-    """Whether a tensor has the kind and shape of another, and its values if the other has some."""
+    # On the meta device tensors have no values; else it is the rotary table.
     if tensor is None or reference is None:
         return tensor is reference
     kind = type(tensor)
     is_plain = kind in (nn.Parameter, Tensor) or kind.__module__ == "torch.distributed.tensor"
     if not is_plain or tensor.shape != reference.shape:
         return False
-    if reference.is_meta or tensor.is_meta:
-        return True
-    return torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)  # the rotary table
+    has_values = not (reference.is_meta or tensor.is_meta)
+    return not has_values or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)

@@ -22,31 +22,25 @@ from minigpt.utils.checks import (
 from minigpt.utils.errors import UserError, require
 
 # Sizes of the activations and norms of `minigpt.model.ops`, known without importing torch.
-UP_PROJECTIONS = {
-    "gelu": 1,
-    "gelu_tanh": 1,
-    "relu": 1,
-    "relu2": 1,
-    "swiglu": 2,
-}  # of the MLP's input; 2 if gated
+# Projections of the MLP's input: 2 if gated.
+UP_PROJECTIONS = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "relu2": 1, "swiglu": 2}
 NORM_PARAMS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "rmsnorm_noscale": ()}
-MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a decoder-only transformer; by default GPT-2 small with an exact GELU (https://github.com/openai/gpt-2)."""
+    """Describe a decoder-only transformer; by default GPT-2 small with an exact GELU.
+
+    Source: https://github.com/openai/gpt-2
+    """
 
     block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
     n_layer: int = 12
-    layer_repeats: int = (
-        1  # uses of each block: n_layer / layer_repeats blocks have weights, and are run in turn
-    )
+    # Uses of each block: n_layer / layer_repeats blocks have weights, and are run in turn.
+    layer_repeats: int = 1
     n_head: int = 12
-    n_kv_head: int | None = (
-        None  # key and value heads; fewer than n_head is grouped-query attention
-    )
+    n_kv_head: int | None = None  # fewer than n_head is grouped-query attention; None: n_head
     n_embd: int = 768
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
     n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
@@ -58,13 +52,11 @@ class GPTConfig:
     norm_position: str = "pre"
     position: str = "learned"
     rope_base: float = 10000.0
-    rope_factor: float = (
-        1.0  # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by it
-    )
-    rope_low_freq_factor: float = (
-        1.0  # wavelengths above rope_original_block_size / this are scaled fully
-    )
-    rope_high_freq_factor: float = 4.0  # those below rope_original_block_size / this are not scaled
+    # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by a factor,
+    # fully above rope_original_block_size / low, and not below rope_original_block_size / high.
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
     rope_original_block_size: int = 8192  # context length before the scaling, tokens
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalize queries and keys per head
@@ -74,9 +66,7 @@ class GPTConfig:
     ngram_buckets: int = 8192  # rows of the hash table of each n
     ngram_dim: int = 16  # width of an n-gram embedding
     ngram_dropout: float = 0.0
-    smear: int = (
-        0  # number of previous token embeddings added to each, with learned factors per channel
-    )
+    smear: int = 0  # previous token embeddings added to each, with learned factors per channel
     embed_norm: bool = False  # RMS-normalize the input of the first block
     logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
     parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
@@ -111,29 +101,25 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        """Width D of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def inner_width(self) -> int:
-        """Hidden width of the MLP."""
         if self.n_inner is not None:
             return self.n_inner
-        # A gated MLP has three matrices: with 2/3 of the width, in multiples of 8, it has as many parameters.
-        return (
-            -(-8 * self.n_embd // 3 // 8) * 8
-            if UP_PROJECTIONS[self.activation] == 2
-            else 4 * self.n_embd
-        )
+        if UP_PROJECTIONS[self.activation] == 1:
+            return 4 * self.n_embd
+        # A gated MLP has three matrices, and as many parameters with 2/3 of the width: 8/3 n_embd,
+        # rounded up to a multiple of 8.
+        return -(-8 * self.n_embd // 3 // 8) * 8
 
     @property
     def up_width(self) -> int:
-        """Output width of the first matrix of the MLP: twice the hidden width if the activation is gated."""
+        """Output width of the first matrix of the MLP: twice the hidden width if it is gated."""
         return self.inner_width * UP_PROJECTIONS[self.activation]
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
@@ -154,13 +140,13 @@ class GPTConfig:
 
     @property
     def attention_scale(self) -> float | None:
-        """Factor on the attention scores: proportional to 1/D under mup; else None, which is 1/√D."""
+        """Factor on the attention scores: under mup proportional to 1/D; None is 1/√D."""
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     @property
     def block_params(self) -> int:
-        """Number of parameters of a block."""
-        width, heads = self.n_embd, self.n_head * self.head_width
+        width = self.n_embd
+        heads = self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
         attention = width * (qkv + heads) + self.has_qkv_bias * qkv + self.bias * width
         attention += 2 * self.qk_norm_weights * self.head_width
@@ -168,20 +154,17 @@ class GPTConfig:
         return attention + mlp + 2 * width * len(self.norm_params)
 
     def num_params(self, *, positions: bool = True) -> int:
-        """Return the number of parameters without building the model; `positions` includes learned ones."""
+        """Return the number of parameters, with or without those of learned positions."""
         width = self.n_embd
-        embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
+        total = self.n_layer // self.layer_repeats * self.block_params
+        total += self.vocab_size * width * (1 if self.tie_embeddings else 2) + self.smear * width
         if positions and self.position == "learned":
-            embeddings += self.block_size * width
+            total += self.block_size * width
         if self.ngram:
-            embeddings += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
-        final_norm = width * len(self.norm_params) if self.norm_position == "pre" else 0
-        return (
-            embeddings
-            + self.smear * width
-            + self.n_layer // self.layer_repeats * self.block_params
-            + final_norm
-        )
+            total += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
+        if self.norm_position == "pre":  # a final norm
+            total += width * len(self.norm_params)
+        return total
 
     def flops_per_token(self) -> float:
         """Estimate the floating-point operations of a training step per token.
@@ -202,12 +185,11 @@ class GPTConfig:
         return 6 * weights + attention
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values by name."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
+        """Build a config from stored values; raise UserError for an unknown name or bad value."""
         if unknown := sorted(set(values) - set(cls.__dataclass_fields__)):
             raise UserError(
                 f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?"
@@ -218,7 +200,11 @@ class GPTConfig:
 def check_heads(
     n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = ""
 ) -> None:
-    """Raise UserError if heads do not divide the width, or key-value heads the heads; `prefix` is that of the keys."""
+    """Raise UserError if heads do not divide the width, or key-value heads the heads.
+
+    Args:
+        prefix: of the keys in the message.
+    """
     if head_dim is None:
         require(
             f"{prefix}n_embd",
@@ -237,22 +223,35 @@ def check_heads(
 
 
 RULES: dict[str, Rule] = {
-    "block_size": integer(1, MAX_BLOCK_SIZE),
-    **dict.fromkeys(("vocab_size", "n_layer", "layer_repeats", "n_head", "n_embd"), POSITIVE_INT),
-    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
+    "block_size": integer(1, 1 << 20),  # positions are stored as tables
+    "vocab_size": POSITIVE_INT,
+    "n_layer": POSITIVE_INT,
+    "layer_repeats": POSITIVE_INT,
+    "n_head": POSITIVE_INT,
+    "n_embd": POSITIVE_INT,
+    "ngram_buckets": POSITIVE_INT,
+    "ngram_dim": POSITIVE_INT,
+    "base_n_embd": POSITIVE_INT,
+    "base_head_dim": POSITIVE_INT,
     "rope_original_block_size": POSITIVE_INT,
-    **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
-    **dict.fromkeys(
-        ("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN
-    ),
+    "n_kv_head": or_null(POSITIVE_INT),
+    "head_dim": or_null(POSITIVE_INT),
+    "n_inner": or_null(POSITIVE_INT),
+    "bias": BOOLEAN,
+    "qk_norm": BOOLEAN,
+    "qk_norm_weights": BOOLEAN,
+    "tie_embeddings": BOOLEAN,
+    "embed_norm": BOOLEAN,
     "qkv_bias": or_null(BOOLEAN),
-    **dict.fromkeys(("dropout", "ngram_dropout"), FRACTION),
+    "dropout": FRACTION,
+    "ngram_dropout": FRACTION,
     "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(("pre", "post")),
     "position": one_of(("learned", "rope", "none")),
-    **dict.fromkeys(
-        ("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE
-    ),
+    "rope_base": POSITIVE,
+    "rope_low_freq_factor": POSITIVE,
+    "rope_high_freq_factor": POSITIVE,
+    "norm_eps": POSITIVE,
     "rope_factor": (lambda v: POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
     "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),

@@ -1,4 +1,4 @@
-"""What is added to the embedding of a token: its n-grams, and the embeddings before it. Depends on torch alone.
+"""What is added to the embedding of a token: its n-grams, and the embeddings before it.
 
 Shapes: B batch, T time, C n_embd.
 """
@@ -21,31 +21,32 @@ class NGramEmbedding(nn.Module):
     Source: Byte Latent Transformer, section 3.2.1, https://arxiv.org/abs/2412.09871
     """
 
-    MULTIPLIER, PRIME = 2_654_435_761, 2_147_483_647  # Knuth's multiplicative hash, modulo 2³¹ - 1
+    MULTIPLIER = 2_654_435_761  # of Knuth's multiplicative hash
+    PRIME = 2_147_483_647  # 2³¹ - 1
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.orders, self.buckets = config.ngram - 1, config.ngram_buckets
+        self.orders = config.ngram - 1
+        self.buckets = config.ngram_buckets
         self.dropout = config.ngram_dropout
         self.table = nn.Embedding(self.orders * self.buckets, config.ngram_dim)
         self.out = nn.Linear(self.orders * config.ngram_dim, config.n_embd, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids (B, orders + T), the first `orders` of which are context alone, to (B, T, C)."""
+        """Map ids (B, orders + T), the first `orders` of which are context alone, to (B, T, C)."""
         T = tokens.size(1) - self.orders
-        hashed, rows = tokens[:, self.orders :], []  # (B, T)
+        hashed = tokens[:, self.orders :]  # (B, T)
+        rows = []
         for n in range(1, self.orders + 1):
+            before = tokens[:, self.orders - n :][:, :T]  # (B, T)
             # No overflow: the product is below 2⁶³, for ids below 2³¹.
-            hashed = (
-                hashed * self.MULTIPLIER + tokens[:, self.orders - n :][:, :T] + 1
-            ) % self.PRIME
-            rows.append(hashed % self.buckets + (n - 1) * self.buckets)  # (B, T)
+            hashed = (hashed * self.MULTIPLIER + before + 1) % self.PRIME
+            rows.append(hashed % self.buckets + (n - 1) * self.buckets)
         embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
         if self.training and self.dropout:
-            embedded = embedded * apply_dropout(
-                embedded.new_ones(*embedded.shape[:3], 1), self.dropout
-            )
-        return self.out(embedded.flatten(2))
+            whole = embedded.new_ones(*embedded.shape[:3], 1)  # an n-gram is dropped whole
+            embedded = embedded * apply_dropout(whole, self.dropout)
+        return self.out(embedded.flatten(2))  # (B, T, C)
 
 
 def smear(x: Tensor, padded: Tensor, factors: Sequence[Tensor] | nn.ParameterList) -> Tensor:

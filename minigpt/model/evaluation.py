@@ -1,4 +1,7 @@
-"""Run models in evaluation mode and without compiled code, while others train or evaluate in other threads. Torch alone."""
+"""Run a model in evaluation mode and without compiled code, beside threads that train or evaluate.
+
+Depends on torch alone.
+"""
 
 import sys
 import threading
@@ -10,26 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-_EVALUATIONS = Counter[nn.Module | None]()  # that run: of modules whose mode is training; None: all
+_EVALUATIONS = Counter[nn.Module | None]()  # that run: of a module in training mode; None: of all
 _SETTINGS = ExitStack()  # restores that of the process
 _LOCK = threading.Lock()
 
 
 @contextmanager
-def evaluation(*models: nn.Module) -> Iterator[None]:
-    """Run models in evaluation mode, and without what is prepared for every length of a text.
+def evaluation(model: nn.Module | None = None) -> Iterator[None]:
+    """Run a model in evaluation mode, and without what is prepared for every length of a text.
 
     Evaluations may overlap, in several threads and any order: the last one restores the modes and
     the settings.
     """
+    modules = list(model.modules()) if model else []
     with _LOCK:
-        in_training = [
-            module
-            for model in models
-            for module in model.modules()
-            if module.training or module in _EVALUATIONS
-        ]
-        # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
+        in_training = [m for m in modules if m.training or m in _EVALUATIONS]
+        # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new
+        # length, else 3 ms.
         if not _EVALUATIONS[None] and torch.backends.cuda.cudnn_sdp_enabled():
             _SETTINGS.callback(torch.backends.cuda.enable_cudnn_sdp, True)
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -73,7 +73,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class _Stance(threading.local):
-    """A stance of torch's compiler that is `force_eager` in threads that call `uncompiled`, and stays set."""
+    """A stance of torch's compiler that is `force_eager` in threads that call `uncompiled`."""
 
     depth = 0  # of the calls of this thread
 

@@ -102,8 +102,11 @@ class GPT(nn.Module):
                 f"got {tokens.min()} to {tokens.max()}"
             ) from error
         # The sums between blocks, in half the memory traffic; in float16 they could overflow.
-        autocast = x.is_cuda and torch.is_autocast_enabled("cuda")
-        if autocast and torch.get_autocast_dtype("cuda") == torch.bfloat16:
+        if (
+            x.is_cuda
+            and torch.is_autocast_enabled("cuda")
+            and torch.get_autocast_dtype("cuda") == torch.bfloat16
+        ):
             x = x.bfloat16()
         rotary = None
         if self.rotary is not None:
@@ -171,15 +174,14 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, length: int | None = None) -> "Cache":
         """Return an empty cache of `length` positions for `batch` sequences."""
         config = self.config
-        length = config.block_size if length is None else length
-        shape = (batch, config.n_kv_head or config.n_head, length, config.head_width)
         device = self.wte.weight.device
         dtype = self.wte.weight.dtype
-        orders = max(0, config.ngram - 1)
+        length = config.block_size if length is None else length
+        shape = (batch, config.n_kv_head or config.n_head, length, config.head_width)
         return Cache(
             [KVCache(shape, device=device, dtype=dtype) for _ in range(config.n_layer)],
             torch.zeros(batch, config.smear, config.n_embd, device=device, dtype=dtype),
-            torch.full((batch, orders), config.vocab_size, device=device),
+            torch.full((batch, max(0, config.ngram - 1)), config.vocab_size, device=device),
         )
 
     def num_params(self) -> int:
@@ -223,13 +225,11 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std if module in hidden else 0.02)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for name, weight in self.named_parameters():
+        for name, parameter in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.n_layer))
-        if self.config.ngram:
-            nn.init.zeros_(self.ngrams.out.weight)
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.n_layer))
+            elif name.endswith(("bias", "ngrams.out.weight")):
+                nn.init.zeros_(parameter)
 
 
 class Block(nn.Module):

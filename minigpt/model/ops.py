@@ -6,13 +6,15 @@ memory as torch's. On other devices and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-# Properties of this CPU by name. PyTorch before 2.11 has no such function; then no CPU has bfloat16.
+# Properties of this CPU by name; PyTorch before 2.11 has no such function, so no CPU has bfloat16.
 CPU: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
 EPS = 1e-5  # default of what is added to the variance or the mean square
 
@@ -48,13 +50,8 @@ def rms_norm(
     return y if bias is None else y + bias
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the tanh approximation of GELU that GPT-2 has, of any shape. https://arxiv.org/abs/1606.08415"""
-    return F.gelu(x, approximate="tanh")
-
-
 def relu_squared(x: Tensor) -> Tensor:
-    """Return max(x, 0)², of any shape. https://arxiv.org/abs/2109.08668"""
+    """Return max(x, 0)² (https://arxiv.org/abs/2109.08668)."""
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         x = F.relu(x)
         return x * x  # `square` is float32 under autocast on a GPU
@@ -62,9 +59,9 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(a) · b for the halves a and b of x: (…, 2C) to (…, C). https://arxiv.org/abs/2002.05202"""
-    gate, x = x.chunk(2, dim=-1)  # (…, C) each
-    return F.silu(gate) * x
+    """Return silu(a) · b for the halves a and b of x (https://arxiv.org/abs/2002.05202)."""
+    gate, x = x.chunk(2, dim=-1)  # (…, 2·C) -> (…, C) each
+    return F.silu(gate) * x  # (…, C)
 
 
 NORMS: dict[str, Callable[..., Tensor]] = {
@@ -74,7 +71,7 @@ NORMS: dict[str, Callable[..., Tensor]] = {
 }
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # of GPT-2, https://arxiv.org/abs/1606.08415
     "relu": F.relu,
     "relu2": relu_squared,
     "swiglu": swiglu,
@@ -99,9 +96,8 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     dropped = round(p * (1 << 16))  # of the 65,536 values of 16 bits
     if not 0 < dropped < 1 << 16 or not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.dropout(x, p)
-    n = x.numel()
-    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None)  # uniform
-    values = drawn.view(torch.int16)[:n].view(x.shape)  # 16 bits for each element of x
+    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)  # uniform
+    values = drawn.view(torch.int16)[: x.numel()].view(x.shape)  # 16 bits for each element
     kept = values >= dropped - (1 << 15)
     return x * kept.to(x.dtype).div_(1 - p)
 
@@ -117,7 +113,7 @@ def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def _autocasts_norms(x: Tensor) -> bool:
-    """Whether autocast makes the norm of x one in float32: on a CUDA GPU."""
+    # Autocast computes a norm in float32, and returns that.
     return x.is_cuda and torch.is_autocast_enabled("cuda")
 
 
@@ -131,13 +127,14 @@ def _rms_factor(x: Tensor, eps: float) -> Tensor:
     return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # 1 / √(mean(x²) + eps)
 
 
-# What the backward passes of these functions use is an output too, so that they can be differentiated again:
+# What the backward passes of these functions use is an output too, so that they can be
+# differentiated again:
 # https://docs.pytorch.org/tutorials/intermediate/custom_function_double_backward_tutorial.html
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         factor = _rms_factor(x, eps)
         y = x * factor
         ctx.save_for_backward(y, factor)
@@ -155,18 +152,16 @@ class _RMSNorm(torch.autograd.Function):
 
 class _ReLUSquared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, x: Tensor) -> tuple[Tensor, Tensor]:
         positive = F.relu(x)
         ctx.save_for_backward(positive)
         ctx.set_materialize_grads(False)
         return positive * positive, positive
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, of_positive: Tensor | None) -> Tensor:
+    def backward(ctx: Any, gradient: Any, of_positive: Tensor | None) -> Tensor:
         (positive,) = ctx.saved_tensors
-        summands = []
-        if gradient is not None:
-            summands.append((gradient * positive).mul_(2))
-        if of_positive is not None:
-            summands.append(of_positive * (positive > 0))
-        return sum(summands[1:], start=summands[0])
+        if of_positive is None:
+            return (gradient * positive).mul_(2)
+        of_x = of_positive * (positive > 0)
+        return of_x if gradient is None else (gradient * positive).mul_(2) + of_x

@@ -20,13 +20,14 @@ class EMA:
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.parameters: list[Tensor] = list(parameters)
-        self.decay, self.updates = decay, 0
+        self.decay = decay
+        self.updates = 0
+        self.swapped = False
         # The averages; while swapped, the weights.
         self.shadow = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for p in self.parameters
         ]
-        self.swapped = False
 
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
         """Resume from stored averages, in the order of the parameters, after `updates` updates."""
@@ -42,20 +43,19 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [local_shard(p) for p in self.shadow]
-        weights = [
-            local_shard(p).to(average.dtype)
-            for p, average in zip(self.parameters, averages, strict=True)
-        ]
+        pairs = zip(self.parameters, averages, strict=True)
+        weights = [local_shard(p).to(average.dtype) for p, average in pairs]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages, without a copy where FSDP2 does not hold the memory of the shards."""
+        """Exchange weights and averages."""
         for i, p in enumerate(self.parameters):
-            if isinstance(p, DTensor):
-                weights, average = local_shard(p), local_shard(self.shadow[i])
-                before = weights.clone()
-                weights.copy_(average)
+            if isinstance(p, DTensor):  # FSDP2 holds the memory of the shards
+                weight = local_shard(p)
+                average = local_shard(self.shadow[i])
+                before = weight.clone()
+                weight.copy_(average)
                 average.copy_(before)
             else:
                 p.data, self.shadow[i] = self.shadow[i], p.data

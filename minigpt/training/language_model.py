@@ -53,7 +53,7 @@ class LanguageModel(L.LightningModule):
             model.compile()  # in place: parameter names stay
 
     def configure_model(self) -> None:
-        """Shard parameters over all ranks with trainer=fsdp."""
+        # With trainer=fsdp, parameters are sharded over all ranks.
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard and not isinstance(self.model, FSDPModule):
             shard(self.model)
@@ -63,7 +63,7 @@ class LanguageModel(L.LightningModule):
         return [optimizer], [{"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"}]
 
     def on_train_start(self) -> None:
-        """Weight the loss by the share of this rank in a batch: ranks average their gradients."""
+        # The share of this rank in a batch, because gradients are averaged over ranks.
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -77,8 +77,7 @@ class LanguageModel(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
-        groups = optimizer.param_groups
-        parameters = list(chain.from_iterable(group["params"] for group in groups))
+        parameters = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if gradient_clip_val is None:
@@ -100,7 +99,7 @@ class LanguageModel(L.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Take a step, then free the gradients: the next activations need their memory."""
+        # After the step the gradients are freed: the next activations need their memory.
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         optimizer.step(closure=optimizer_closure)
         optimizer.zero_grad()
@@ -109,7 +108,7 @@ class LanguageModel(L.LightningModule):
         """Do nothing: Lightning calls this between the forward and the backward pass."""
 
     def on_train_batch_end(self, *args: object) -> None:
-        """Stop after the last step, so that Lightning validates there too."""
+        # Stop after the last step, so that Lightning validates there too.
         if self.trainer.global_step == self.max_steps:
             self.trainer.should_stop = True
 
@@ -124,7 +123,7 @@ class LanguageModel(L.LightningModule):
         self.val_sums[1] += (targets >= 0).sum()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mean over every token of the validation split, whatever the number of ranks."""
+        # The mean over every token of the validation split, the same on any number of ranks.
         nats, tokens = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA

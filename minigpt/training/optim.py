@@ -238,7 +238,8 @@ def matrix_params(model: nn.Module) -> dict[Tensor, list[int]]:
     matrices: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            matrices[module.qkv.weight] = [module.q_width, module.kv_width, module.kv_width]
+            kv_rows = module.n_kv_head * module.head_dim
+            matrices[module.qkv.weight] = [module.q_width, kv_rows, kv_rows]
             matrices[module.out.weight] = [module.out.out_features]
         elif isinstance(module, MLP):
             inner = module.down.in_features

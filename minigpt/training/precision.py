@@ -7,25 +7,24 @@ import torch
 from minigpt.model.ops import CPU
 from minigpt.utils.errors import require
 
-PRECISIONS = {
-    torch.bfloat16: "bf16-mixed",
-    torch.float16: "16-mixed",
-    None: "32-true",
-}  # as Lightning names them
+# As Lightning names them.
+PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed", None: "32-true"}
 
 
 def training_precision(accelerator: str) -> str:
     """Return Lightning's precision for `trainer.precision=auto` and the accelerator of a run."""
-    gpu = (
-        None
-        if accelerator == "cpu"
-        else torch.accelerator.current_accelerator(check_available=True)
-    )
+    gpu = None
+    if accelerator != "cpu":
+        gpu = torch.accelerator.current_accelerator(check_available=True)
     return PRECISIONS[half_dtype(gpu or torch.device("cpu"))]
 
 
 def find_device(name: str) -> str:
-    """Return the device of this name, "auto" being the fastest; raise UserError if this machine does not have it."""
+    """Return the device of this name, of "auto" the fastest.
+
+    Raises:
+        UserError: this machine does not have it.
+    """
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -39,7 +38,7 @@ def find_device(name: str) -> str:
 
 @cache
 def half_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the 16-bit type in which matrix products are faster than in float32 on a device, or None.
+    """Return the 16-bit type in which a device multiplies matrices faster than in float32, or None.
 
     bfloat16 on CUDA GPUs and x86 CPUs with instructions for it; float16 on CUDA GPUs with tensor
     cores for float16 alone, such as T4 and V100.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: factors on the peak learning rate. Depends on the standard library alone.
+"""Learning-rate schedules: factors on the peak learning rate. Depends on no package.
 
 Each is a function of the optimizer step, with `max_steps`, the length of the run, `warmup_steps`,
 over which the factor rises linearly, and, where it falls, `final_lr_frac`, the factor at
@@ -9,16 +9,18 @@ import math
 
 
 def cosine(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
-    """Return the factor of a half cosine from 1 to `final_lr_frac`. Source: https://arxiv.org/abs/1608.03983"""
+    """Return the factor of a half cosine from 1 to `final_lr_frac`.
+
+    Source: https://arxiv.org/abs/1608.03983
+    """
     decay = 0.5 * (1 + math.cos(math.pi * _progress(step, max_steps, warmup_steps)))
     return _warmup(step, warmup_steps) * (final_lr_frac + (1 - final_lr_frac) * decay)
 
 
 def linear(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
     """Return the factor of a straight line from 1 to `final_lr_frac`."""
-    return _warmup(step, warmup_steps) * (
-        1 - (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps)
-    )
+    fall = (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps)
+    return _warmup(step, warmup_steps) * (1 - fall)
 
 
 def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:
@@ -27,10 +29,9 @@ def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """Positive at step 0, 1 from step `warmup_steps` on."""
-    return min(1.0, (step + 1) / (warmup_steps + 1))
+    return min(1.0, (step + 1) / (warmup_steps + 1))  # positive at step 0
 
 
 def _progress(step: int, max_steps: int, warmup_steps: int) -> float:
-    """0 at the end of the warm-up, 1 at `max_steps`."""
+    # 0 at the end of the warm-up, 1 at max_steps.
     return min(1.0, max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps)))
