@@ -162,5 +162,5 @@ def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bo
     is_plain = kind in (nn.Parameter, Tensor) or kind.__module__ == "torch.distributed.tensor"
     if not is_plain or tensor.shape != reference.shape:
         return False
-    has_values = not (reference.is_meta or tensor.is_meta)
-    return not has_values or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
+    has_no_values = reference.is_meta or tensor.is_meta
+    return has_no_values or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)

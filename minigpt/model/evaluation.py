@@ -25,7 +25,7 @@ def evaluation(model: nn.Module | None = None) -> Iterator[None]:
     Evaluations may overlap, in several threads and any order: the last one restores the modes and
     the settings.
     """
-    modules = list(model.modules()) if model else []
+    modules = [] if model is None else list(model.modules())
     with _LOCK:
         in_training = [m for m in modules if m.training or m in _EVALUATIONS]
         # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new

@@ -22,14 +22,15 @@ GIVEN_BY = (
     "GOMP_SPINCOUNT",
     "KMP_BLOCKTIME",
 )
-_MISSING = 0.4  # cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process
+# Cores that the threads do not get: at most 0.1 on idle cores, at least 0.5 beside a busy process.
+_MISSING = 0.4
 _GAIN = 1.1  # in speed, without which fewer threads are not kept
 _PAUSE = 60.0  # seconds before another number is tried again; doubled until all threads have a core
 
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Use `count` threads in this context (None: as before it), and restore their number after it."""
+    """Use `count` threads in this context (None: as before), and restore their number after it."""
     before = torch.get_num_threads()
     if count:
         torch.set_num_threads(count)
@@ -41,7 +42,10 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 class ThreadBalancer:
-    """Set the number of threads of the calling thread by the clocks of its steps, between `start` and `end`.
+    """Set the number of threads of the calling thread by the clocks of its steps.
+
+    While threads wait for a core, fewer are tried, until each has one. They are kept if the steps
+    became faster; all are tried again after a pause, which doubles each time.
 
     Args:
         window: seconds of steps that are measured together, at least three steps.
@@ -49,52 +53,57 @@ class ThreadBalancer:
     """
 
     def __init__(self, *, window: float = 1.0, fixed: bool = False) -> None:
-        self.most, self._window = torch.get_num_threads(), window
+        self.most = torch.get_num_threads()
         self.fixed = fixed or self.most == 1 or any(map(os.environ.get, GIVEN_BY))
-        self._skipped, self._steps, self._seconds = 3, list[tuple[float, float]](), 0.0
-        self._before: tuple[int, float, float] | None = (
-            None  # in a trial of fewer: threads, cores, seconds per step
-        )
-        self._pause, self._more, self._fewer = (
-            _PAUSE,
-            0.0,
-            0.0,
-        )  # no more, or fewer, are tried before these times
+        self._window = window
+        self._skipped = 3  # the first steps allocate memory and compile
+        self._steps: list[tuple[float, float]] = []  # wall and CPU seconds of each
+        self._seconds = 0.0  # wall seconds of all
+        # In a trial of fewer threads, what was before it: threads, cores, seconds per step.
+        self._before: tuple[int, float, float] | None = None
+        self._pause = _PAUSE
+        self._try_more_at = self._try_fewer_at = 0.0  # by the clock: not before
 
     def start(self) -> None:
-        """Begin a step."""
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._wall = time.perf_counter()
+        self._cpu = time.process_time()
 
     def end(self) -> str:
         """End a step; return a line for the log if another number of threads is kept."""
-        if self.fixed or self._skipped > 0:  # the first steps allocate memory and compile
+        if self.fixed or self._skipped > 0:
             self._skipped -= 1
             return ""
-        now, count = time.perf_counter(), torch.get_num_threads()
+        now = time.perf_counter()
         self._steps.append((now - self._wall, time.process_time() - self._cpu))
         self._seconds += now - self._wall
         if len(self._steps) < 3 or self._seconds < self._window:
             return ""
-        steps, self._steps, self._seconds = (
-            sorted(self._steps)[:-1],
-            [],
-            0.0,
-        )  # the slowest may have compiled
+        steps = sorted(self._steps)[:-1]  # the slowest may have compiled
+        self._steps = []
+        self._seconds = 0.0
         wall, cpu = map(sum, zip(*steps, strict=True))
-        cores, seconds = cpu / wall, wall / len(steps)
+        return self._choose(now, cpu / wall, wall / len(steps))
+
+    def _choose(self, now: float, cores: float, seconds: float) -> str:
+        count = torch.get_num_threads()
         waiting = cores < count - _MISSING
-        if waiting and count > 1 and (self._before or now >= self._fewer):
+        if waiting and count > 1 and (self._before or now >= self._try_fewer_at):
+            # Begin a trial, or go on with it: as many threads as there are cores.
             if self._before is None:
-                self._before = count, cores, seconds
-                self._pause, self._more = 2 * self._pause, now + self._pause
+                self._before = (count, cores, seconds)
+                self._try_more_at = now + self._pause
+                self._pause *= 2
             torch.set_num_threads(max(1, min(count - 1, int(cores))))
         elif self._before:
-            (before, had, slow), self._before = self._before, None
+            # The end of a trial: keep its threads, or go back and wait as long as for more.
+            before, had, slow = self._before
+            self._before = None
             if seconds * _GAIN <= slow:
-                return f"{count} thread{'s'[: count > 1]} instead of {before}, which had {had:.1f} cores"
+                threads = "thread" if count == 1 else "threads"
+                return f"{count} {threads} instead of {before}, which had {had:.1f} cores"
             torch.set_num_threads(before)
-            self._fewer = self._more
-        elif count < self.most and now >= self._more:
+            self._try_fewer_at = self._try_more_at
+        elif count < self.most and now >= self._try_more_at:
             torch.set_num_threads(self.most)
             return f"{self.most} threads again"
         elif count == self.most and not waiting:

@@ -60,7 +60,10 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
-        return [optimizer], [{"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"}]
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
+        }
 
     def on_train_start(self) -> None:
         # The share of this rank in a batch, because gradients are averaged over ranks.

@@ -136,7 +136,9 @@ class Muon(torch.optim.Optimizer):
         self.rows = rows
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient; return the loss of the closure, if any."""
         with torch.enable_grad():
             loss = closure() if closure else None
@@ -234,7 +236,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 def matrix_params(model: nn.Module) -> dict[Tensor, list[int]]:
-    """Return the matrices of the blocks, and the row counts of the matrices concatenated in each."""
+    """Return the matrices of the blocks, and the row counts of those concatenated in each."""
     matrices: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
