@@ -20,14 +20,13 @@ class Replicas(OneRank):
     def orthogonalize(
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
-        """Orthogonalize 1/n of the matrices (R, C), and get the others."""
+        # Orthogonalize 1/n of the matrices, and get the others.
         n = self.group.size()
         matrices = torch.stack(updates)  # (N, R, C)
         shares = matrices.tensor_split(n)
         mine = orthogonalize(shares[self.group.rank()], steps)  # (M, R, C)
         copies = mine.repeat(n, 1, 1)  # (n·M, R, C): the same for each rank
-        results = exchange(copies, [len(mine)] * n, list(map(len, shares)), self.group)
-        return list(results)  # of (N, R, C)
+        return list(exchange(copies, [len(mine)] * n, list(map(len, shares)), self.group))
 
 
 class Shards(OneRank):
@@ -61,9 +60,8 @@ class Shards(OneRank):
             rows: how many rows of each matrix each rank holds.
         """
         n = self.group.size()
-        # Rank i orthogonalizes the matrices of owned[i]: how many of their rows the ranks hold.
-        cuts = [len(rows) * i // n for i in range(1, n)]
-        owned = torch.tensor(rows).tensor_split(cuts)  # (M, n) each
+        # Rank i orthogonalizes the matrices of owned[i] (M, n): how many rows the n ranks hold.
+        owned = torch.tensor(rows).tensor_split([len(rows) * i // n for i in range(1, n)])
         mine = owned[self.rank]
         # Each rank sends its rows of every matrix to the rank that orthogonalizes the matrix.
         to_owners = [int(held[:, self.rank].sum()) for held in owned]

@@ -8,7 +8,6 @@ KV cache.
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
 
-import math
 from typing import Any, TypeAlias
 
 import torch
@@ -49,13 +48,11 @@ def attend(
 
     Source: https://arxiv.org/abs/1706.03762, equation 1
     """
-    T = q.size(2)
-    S = k.size(2)
     # The kernel has a causal mask for T = S alone. Symbolic sizes that are equal are so at every
     # length. A single query is the last one, which sees all keys.
-    kernel_causal = causal and mask is None and bool(T == S)
-    if causal and not kernel_causal and T > 1:
-        mask = _visible(T, S, mask, q.device)  # (…, T, S)
+    kernel_causal = causal and mask is None and bool(q.size(2) == k.size(2))
+    if causal and not kernel_causal and q.size(2) > 1:
+        mask = _visible(q, k, mask)  # (…, T, S)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -79,21 +76,21 @@ def attend_explicit(
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` by its formula; return its output (B, H, T, E) and weights (B, H, T, S)."""
-    T = q.size(-2)
-    S = k.size(-2)
     groups = q.size(1) // k.size(1)
     k = k.repeat_interleave(groups, dim=1)  # (B, K, S, D) -> (B, H, S, D)
     v = v.repeat_interleave(groups, dim=1)  # (B, K, S, E) -> (B, H, S, E)
     factor = q.size(-1) ** -0.5 if scale is None else scale
     scores = (q * factor) @ k.mT  # (B, H, T, S)
-    visible = _visible(T, S, mask, q.device) if causal else mask
+    visible = _visible(q, k, mask) if causal else mask  # (…, T, S)
     if visible is not None:
         # Finite, because the gradient of a softmax over minus infinity is NaN; and added, because
         # the gradient of a sum is no work.
         lowest = torch.finfo(scores.dtype).min / 2
         scores = scores + scores.new_zeros(visible.shape).masked_fill_(~visible, lowest)
     weights = scores.softmax(dim=-1)  # (B, H, T, S)
-    if visible is not None and (mask is not None or T > S):  # a query may see no key
+    if visible is not None and (
+        mask is not None or q.size(2) > k.size(2)
+    ):  # a query may see no key
         weights = weights.masked_fill(~visible, 0.0)
     weights = apply_dropout(weights, dropout)
     return weights @ v, weights  # (B, H, T, E), (B, H, T, S)
@@ -111,8 +108,10 @@ def formula_is_faster(q: Tensor, k: Tensor) -> bool:
     )
 
 
-def _visible(T: int, S: int, mask: Tensor | None, device: torch.device) -> Tensor:
-    lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)  # the causal mask (T, S)
+def _visible(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    T = q.size(2)
+    S = k.size(2)
+    lower = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
     return lower if mask is None else lower & mask
 
 
@@ -137,11 +136,11 @@ def rotary_table(
     Source: https://arxiv.org/abs/2104.09864; scaling: https://arxiv.org/abs/2407.21783
     """
     # In float64: the product of a large position and a frequency exceeds the precision of float32.
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # (D/2,)
-    frequency = base ** (-pairs / head_dim)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+    frequency = base ** (-pairs / head_dim)  # (D/2,)
     if scaling is not None:
         factor, low, high, original_length = scaling
-        turns = original_length * frequency / (2 * math.pi)  # within the original context
+        turns = original_length * frequency / (2 * torch.pi)  # within the original context
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     positions = torch.arange(start, start + length, dtype=torch.float64, device="cpu")  # (T,)
@@ -169,7 +168,7 @@ class KVCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, T, K, D) and return all stored ones, (B, K, length, D) each."""
+        # Store keys and values (B, T, K, D) and return all stored ones, (B, K, length, D) each.
         start = self.length
         self.length += k.size(1)
         self.k[:, :, start : self.length] = k.transpose(1, 2)
@@ -251,12 +250,11 @@ class MultiHeadAttention(nn.Module):
             v = v.transpose(1, 2)  # (B, K, T, D)
         else:
             k, v = cache.append(k, v)  # (B, K, S, D) each
-        dropout = self.dropout if self.training else 0.0
         options: dict[str, Any] = {
             "causal": self.causal,
             "mask": mask,
             "scale": self.scale,
-            "dropout": dropout,
+            "dropout": self.dropout if self.training else 0.0,
         }
         if formula_is_faster(q, k):
             y, _ = attend_explicit(q, k, v, **options)  # (B, H, T, D)

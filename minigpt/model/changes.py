@@ -68,8 +68,7 @@ _reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than a compari
 
 
 class _SkipNormal(TorchFunctionMode):
-    """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
-
+    # On the meta device torch imports its compiler for `normal_`, which takes 0.8 s.
     def __torch_function__(
         self,
         function: Callable[..., object],
@@ -89,8 +88,9 @@ def find_change(model: GPT, *, for_saving: bool = False) -> str | None:
     they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`,
     hooks and the rounding of the rotary table do not count.
     """
-    has_hook = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    if has_hook and not for_saving:
+    if not for_saving and (
+        torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    ):
         return "all modules have a global forward hook"
     return next(_changes(model, _reference(model.config), "model", {}, for_saving), None)
 
@@ -102,11 +102,9 @@ def _changes(
     seen: dict[nn.Module, nn.Module],
     for_saving: bool,
 ) -> Iterator[str]:
-    """Yield the differences of a module from its reference; after the first, the rest may fail.
-
-    Args:
-        seen: the modules of the references that were compared.
-    """
+    # Only the first difference is read; after it, the rest may fail.
+    # `seen` has the modules that were compared with references.
+    #
     # The code that it runs is that of its class.
     module = original(wrapped)
     if not for_saving and (_has_hook(wrapped) or _has_hook(module)):
@@ -162,5 +160,8 @@ def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bo
     is_plain = kind in (nn.Parameter, Tensor) or kind.__module__ == "torch.distributed.tensor"
     if not is_plain or tensor.shape != reference.shape:
         return False
-    has_no_values = reference.is_meta or tensor.is_meta
-    return has_no_values or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
+    return (
+        reference.is_meta
+        or tensor.is_meta
+        or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)
+    )

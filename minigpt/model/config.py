@@ -115,7 +115,7 @@ class GPTConfig:
 
     @property
     def up_width(self) -> int:
-        """Output width of the first matrix of the MLP: twice the hidden width if it is gated."""
+        # Output width of the first matrix of the MLP: twice the hidden width if it is gated.
         return self.inner_width * UP_PROJECTIONS[self.activation]
 
     @property
@@ -124,23 +124,23 @@ class GPTConfig:
 
     @property
     def rope_scaling(self) -> tuple[float, float, float, int] | None:
-        """The scaling of `rotary_table`, or None."""
+        # The scaling of `rotary_table`, or None.
         factors = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor)
         return None if self.rope_factor == 1 else (*factors, self.rope_original_block_size)
 
     @property
     def norm_params(self) -> tuple[str, ...]:
-        """Names of the parameters of a norm, of n_embd values each."""
+        # Names of the parameters of a norm, of n_embd values each.
         return tuple(name for name in NORM_PARAMS[self.norm] if name != "bias" or self.bias)
 
     @property
     def width_ratio(self) -> float:
-        """n_embd / base_n_embd under mup, which takes all widths to grow alike; else 1."""
+        # n_embd / base_n_embd under mup, which takes all widths to grow alike; else 1.
         return self.n_embd / self.base_n_embd if self.parametrization == "mup" else 1.0
 
     @property
     def attention_scale(self) -> float | None:
-        """Factor on the attention scores: under mup proportional to 1/D; None is 1/√D."""
+        # Factor on the attention scores: under mup proportional to 1/D; None is 1/√D.
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     @property
@@ -149,19 +149,18 @@ class GPTConfig:
         heads = self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
         attention = width * (qkv + heads) + self.has_qkv_bias * qkv + self.bias * width
-        attention += 2 * self.qk_norm_weights * self.head_width
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
-        return attention + mlp + 2 * width * len(self.norm_params)
+        norms = 2 * width * len(self.norm_params) + 2 * self.qk_norm_weights * self.head_width
+        return attention + mlp + norms
 
     def num_params(self, *, positions: bool = True) -> int:
         """Return the number of parameters, with or without those of learned positions."""
         width = self.n_embd
         total = self.n_layer // self.layer_repeats * self.block_params
         total += self.vocab_size * width * (1 if self.tie_embeddings else 2) + self.smear * width
+        total += max(0, self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
         if positions and self.position == "learned":
             total += self.block_size * width
-        if self.ngram:
-            total += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
         if self.norm_position == "pre":  # a final norm
             total += width * len(self.norm_params)
         return total
@@ -179,10 +178,8 @@ class GPTConfig:
         weights += (self.n_layer - self.n_layer // self.layer_repeats) * self.block_params
         if not self.tie_embeddings:
             weights -= self.vocab_size * self.n_embd
-        if self.ngram:
-            weights -= (self.ngram - 1) * self.ngram_buckets * self.ngram_dim
-        attention = 12 * self.n_layer * self.n_head * self.head_width * self.block_size
-        return 6 * weights + attention
+        weights -= max(0, self.ngram - 1) * self.ngram_buckets * self.ngram_dim
+        return 6 * weights + 12 * self.n_layer * self.n_head * self.head_width * self.block_size
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

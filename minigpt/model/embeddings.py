@@ -34,13 +34,11 @@ class NGramEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map ids (B, orders + T), the first `orders` of which are context alone, to (B, T, C)."""
-        T = tokens.size(1) - self.orders
         hashed = tokens[:, self.orders :]  # (B, T)
         rows = []
         for n in range(1, self.orders + 1):
-            before = tokens[:, self.orders - n :][:, :T]  # (B, T)
             # No overflow: the product is below 2⁶³, for ids below 2³¹.
-            hashed = (hashed * self.MULTIPLIER + before + 1) % self.PRIME
+            hashed = (hashed * self.MULTIPLIER + tokens[:, self.orders - n : -n] + 1) % self.PRIME
             rows.append(hashed % self.buckets + (n - 1) * self.buckets)
         embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
         if self.training and self.dropout:

@@ -77,8 +77,8 @@ class _Stance(threading.local):
 
     depth = 0  # of the calls of this thread
 
-    def __init__(self, of_process: Any) -> None:
+    def __init__(self, of_process: object) -> None:
         self.of_process = of_process
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return "force_eager" if name == "stance" and self.depth else getattr(self.of_process, name)

@@ -8,9 +8,9 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from minigpt.model.attention import KVCache, MultiHeadAttention, Rotary, rotary_
 from minigpt.model.config import GPTConfig
 from minigpt.model.embeddings import NGramEmbedding, smear
 from minigpt.model.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
-
-if TYPE_CHECKING:
-    from minigpt.data.tokenizer import Ids
 
 
 class GPT(nn.Module):
@@ -47,14 +44,13 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
-            table = rotary_table(
+            rotary = rotary_table(
                 config.block_size,
                 config.head_width,
                 config.rope_base,
                 scaling=config.rope_scaling,
-            )
-            rotary = nn.Buffer(table, persistent=False)  # (2, block_size, 1, D)
-        self.rotary: Tensor | None = rotary
+            )  # (2, block_size, 1, D)
+        self.rotary: Tensor | None = None if rotary is None else nn.Buffer(rotary, persistent=False)
         blocks = [Block(config) for _ in range(config.n_layer // config.layer_repeats)]
         # With repeats, the same blocks in turn: https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(blocks * config.layer_repeats)
@@ -68,8 +64,8 @@ class GPT(nn.Module):
 
     def forward(
         self,
-        tokens: "Tensor | Ids",
-        targets: "Tensor | Ids | None" = None,
+        tokens: Tensor | Iterable[Iterable[int]],
+        targets: Tensor | Iterable[Iterable[int]] | None = None,
         *,
         cache: "Cache | None" = None,
         reduction: str = "mean",
@@ -139,22 +135,17 @@ class GPT(nn.Module):
         """
         B, T = tokens.shape
         x = self.wte(tokens)  # (B, T, C)
+        if cache is None:
+            cache = self.new_cache(B, 0)
         if self.config.ngram:
-            if cache:
-                last = cache.last_tokens
-            else:  # padding: the id after the last of the vocabulary
-                last = tokens.new_full((B, self.config.ngram - 1), self.config.vocab_size)
-            padded = torch.cat((last, tokens), dim=1)  # (B, ngram - 1 + T)
+            padded = torch.cat((cache.last_tokens, tokens), dim=1)  # (B, ngram - 1 + T)
             x = x + self.ngrams(padded)  # (B, T, C)
-            if cache:
-                cache.last_tokens = padded[:, T:]
-        if k := self.config.smear:
+            cache.last_tokens = padded[:, T:]
+        if self.config.smear:
             # FSDP2 can gather the embedding in bfloat16.
-            last = cache.last_embeddings.to(x.dtype) if cache else x.new_zeros(B, k, x.size(2))
-            padded = torch.cat((last, x), dim=1)  # (B, k + T, C)
+            padded = torch.cat((cache.last_embeddings.to(x.dtype), x), dim=1)  # (B, smear + T, C)
             x = smear(x, padded, self.smear)  # (B, T, C)
-            if cache:
-                cache.last_embeddings = padded[:, T:]
+            cache.last_embeddings = padded[:, T:]
         if self.config.position == "learned":
             x = x + self.wpe.weight[positions]
         if self.config.embed_norm:
@@ -162,8 +153,7 @@ class GPT(nn.Module):
         return apply_dropout(x, self.config.dropout, self.training)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Map the output of the last block (…, C) to logits (…, V)."""
-        x = self.final_norm(x)
+        x = self.final_norm(x)  # (…, C)
         # Under mup, updates of the head change the logits equally at every width.
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio
@@ -172,23 +162,32 @@ class GPT(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_cache(self, batch: int, length: int | None = None) -> "Cache":
-        """Return an empty cache of `length` positions for `batch` sequences."""
+        """Return an empty cache of `length` positions for `batch` sequences.
+
+        Args:
+            length: by default `block_size`; 0: for embeddings and tokens alone.
+        """
         config = self.config
-        device = self.wte.weight.device
-        dtype = self.wte.weight.dtype
+        weight = self.wte.weight
         length = config.block_size if length is None else length
         shape = (batch, config.n_kv_head or config.n_head, length, config.head_width)
         return Cache(
-            [KVCache(shape, device=device, dtype=dtype) for _ in range(config.n_layer)],
-            torch.zeros(batch, config.smear, config.n_embd, device=device, dtype=dtype),
-            torch.full((batch, max(0, config.ngram - 1)), config.vocab_size, device=device),
+            [
+                KVCache(shape, device=weight.device, dtype=weight.dtype)
+                for _ in range(config.n_layer if length else 0)
+            ],
+            torch.zeros(
+                batch, config.smear, config.n_embd, device=weight.device, dtype=weight.dtype
+            ),
+            # The padding of n-grams is the id after the last of the vocabulary.
+            torch.full((batch, max(0, config.ngram - 1)), config.vocab_size, device=weight.device),
         )
 
     def num_params(self) -> int:
-        """Return the number of trainable parameters."""
+        # Of trainable parameters; of all, `GPTConfig.num_params`.
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def _to_ids(self, ids: "Tensor | Ids") -> Tensor:
+    def _to_ids(self, ids: Tensor | Iterable[Iterable[int]]) -> Tensor:
         if not isinstance(ids, Tensor):
             ids = torch.tensor(ids, device=self.wte.weight.device)
         if ids.dim() != 2 or ids.is_floating_point():
@@ -262,7 +261,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); see `MultiHeadAttention.forward`."""
+        # (B, T, C) to (B, T, C), or (B, C) to (B, C); see `MultiHeadAttention.forward`.
         if self.pre_norm:
             x = x + self.attention(self.norm_1(x), mask=mask, rotary=rotary, cache=cache)
             return x + self.mlp(self.norm_2(x))

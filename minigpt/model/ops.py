@@ -97,8 +97,7 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not 0 < dropped < 1 << 16 or not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.dropout(x, p)
     drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)  # uniform
-    values = drawn.view(torch.int16)[: x.numel()].view(x.shape)  # 16 bits for each element
-    kept = values >= dropped - (1 << 15)
+    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - (1 << 15)
     return x * kept.to(x.dtype).div_(1 - p)
 
 

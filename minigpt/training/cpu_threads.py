@@ -65,8 +65,7 @@ class ThreadBalancer:
         self._try_more_at = self._try_fewer_at = 0.0  # by the clock: not before
 
     def start(self) -> None:
-        self._wall = time.perf_counter()
-        self._cpu = time.process_time()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> str:
         """End a step; return a line for the log if another number of threads is kept."""
@@ -99,8 +98,10 @@ class ThreadBalancer:
             before, had, slow = self._before
             self._before = None
             if seconds * _GAIN <= slow:
-                threads = "thread" if count == 1 else "threads"
-                return f"{count} {threads} instead of {before}, which had {had:.1f} cores"
+                return (
+                    f"{count} thread{'s' if count > 1 else ''} "
+                    f"instead of {before}, which had {had:.1f} cores"
+                )
             torch.set_num_threads(before)
             self._try_fewer_at = self._try_more_at
         elif count < self.most and now >= self._try_more_at:

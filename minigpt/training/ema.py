@@ -43,8 +43,10 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [local_shard(p) for p in self.shadow]
-        pairs = zip(self.parameters, averages, strict=True)
-        weights = [local_shard(p).to(average.dtype) for p, average in pairs]
+        weights = [
+            local_shard(p).to(average.dtype)
+            for p, average in zip(self.parameters, averages, strict=True)
+        ]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()

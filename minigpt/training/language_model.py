@@ -15,7 +15,6 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -79,10 +78,10 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
+        # The norm of the whole gradient is kept for metrics.csv.
         parameters = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         if gradient_clip_val is None:
             return
         # A CPU can skip the pass over the gradients; reading the norm on a GPU would wait for it.
@@ -91,7 +90,7 @@ class LanguageModel(L.LightningModule):
 
     @property
     def has_nonfinite_gradient(self) -> bool:
-        """Whether the last step made weights NaN or infinite; 16-mixed skips such a step."""
+        # It made weights NaN or infinite, unless 16-mixed skipped the step.
         skips = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return not skips and self.grad_norm is not None and not self.grad_norm.isfinite()
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.model.attention import MultiHeadAttention
-from minigpt.model.embeddings import NGramEmbedding
 from minigpt.model.gpt import GPT, MLP
 from minigpt.model.ops import local_shard
 from minigpt.training.precision import half_dtype
@@ -43,8 +42,12 @@ def adamw(
         matrices = [p for p in parameters if p in hidden]
         ratio = model.config.width_ratio
         groups.append({"params": matrices, "lr": lr / ratio, "weight_decay": weight_decay * ratio})
-    fused = next(model.parameters()).device.type in FUSED_DEVICES
-    return torch.optim.AdamW(groups, lr=lr, betas=(float(betas[0]), float(betas[1])), fused=fused)
+    return torch.optim.AdamW(
+        groups,
+        lr=lr,
+        betas=(float(betas[0]), float(betas[1])),
+        fused=next(model.parameters()).device.type in FUSED_DEVICES,
+    )
 
 
 def muon(
@@ -73,7 +76,7 @@ def muon(
     """
     rows = matrix_params(model)
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
-    tables = {m.table.weight for m in model.modules() if isinstance(m, NGramEmbedding)}
+    tables = {model.ngrams.table.weight} if model.config.ngram else set()
     decayed = [p for p in rest if p in tables]
     others = [p for p in rest if p not in tables]
     adam = {
@@ -104,13 +107,13 @@ class OneRank:
     rank = 0  # of this process among those that hold the rows of a matrix
 
     def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
-        """Return how many rows of each of the concatenated matrices each of those ranks holds."""
+        # How many rows of each of the concatenated matrices each of those ranks holds.
         return [[rows] for rows in matrices]
 
     def orthogonalize(
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
-        """Orthogonalize matrices of one shape; take and return the rows that this rank holds."""
+        # Matrices of one shape; takes and returns the rows that this rank holds.
         return list(orthogonalize(torch.stack(updates), steps))
 
 
@@ -139,7 +142,6 @@ class Muon(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Update every parameter that has a gradient; return the loss of the closure, if any."""
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
@@ -174,9 +176,7 @@ class Muon(torch.optim.Optimizer):
                 stacks[rows, matrix.size(1)].append(piece)
         # Orthogonalize all matrices of a shape at once.
         for (rows, columns), stack in stacks.items():
-            weights = [weight for weight, _, _ in stack]
-            updates = [update for _, update, _ in stack]
-            held = [counts for _, _, counts in stack]
+            weights, updates, held = [list(values) for values in zip(*stack, strict=True)]
             updates = self.ranks.orthogonalize(updates, held, group["newton_schulz_steps"])
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
@@ -186,21 +186,22 @@ class Muon(torch.optim.Optimizer):
     def _adamw(self, group: Group, parameters: list[Any]) -> None:
         for p in parameters:
             if not self.state[p]:
-                self.state[p]["step"] = torch.zeros((), device=p.device)
-                self.state[p]["exp_avg"] = torch.zeros_like(p)
-                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+                self.state[p].update(
+                    step=torch.zeros((), device=p.device),
+                    exp_avg=torch.zeros_like(p),
+                    exp_avg_sq=torch.zeros_like(p),
+                )
         weights = [local_shard(p) for p in parameters]
         gradients = [local_shard(p.grad) for p in parameters]
         averages = [local_shard(self.state[p]["exp_avg"]) for p in parameters]
         squares = [local_shard(self.state[p]["exp_avg_sq"]) for p in parameters]
-        steps = [self.state[p]["step"] for p in parameters]
         adamw_step(
             weights,
             gradients,
             averages,
             squares,
             [],
-            steps,
+            [self.state[p]["step"] for p in parameters],
             fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],

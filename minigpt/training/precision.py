@@ -13,9 +13,7 @@ PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed", None: "32
 
 def training_precision(accelerator: str) -> str:
     """Return Lightning's precision for `trainer.precision=auto` and the accelerator of a run."""
-    gpu = None
-    if accelerator != "cpu":
-        gpu = torch.accelerator.current_accelerator(check_available=True)
+    gpu = torch.accelerator.current_accelerator(True) if accelerator != "cpu" else None
     return PRECISIONS[half_dtype(gpu or torch.device("cpu"))]
 
 
