@@ -25,7 +25,6 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.Linear, nn.Embedding, nn.ModuleList, nn.ParameterList, nn.Identity),
 )
 _AT_IMPORT = {kind: dict(vars(kind)) for kind in _KINDS}
-_FSDP = "torch.distributed.fsdp."
 _OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # no effect in evaluation mode
 
 
@@ -55,7 +54,7 @@ def original(module: Any) -> Any:
 
 def plain_kind(kind: type) -> type:
     """Return the class of a module from which FSDP2 derived its own, or the class itself."""
-    return kind.__bases__[-1] if kind.__module__.startswith(_FSDP) else kind
+    return kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
 
 
 def empty_model(config: GPTConfig) -> GPT:
@@ -149,7 +148,9 @@ def _changes(
 
 def _has_hook(module: nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(str(getattr(hook, "__module__", "")).startswith(_FSDP) for hook in hooks)
+    return not all(
+        str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks
+    )
 
 
 def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bool:

@@ -26,6 +26,7 @@ def evaluation(model: nn.Module | None = None) -> Iterator[None]:
     the settings.
     """
     modules = [] if model is None else list(model.modules())
+    # The first evaluation sets the modes and the settings.
     with _LOCK:
         in_training = [m for m in modules if m.training or m in _EVALUATIONS]
         # cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new
@@ -40,6 +41,7 @@ def evaluation(model: nn.Module | None = None) -> Iterator[None]:
         with uncompiled():
             yield
     finally:
+        # The last evaluation restores them.
         with _LOCK:
             _EVALUATIONS.subtract([None, *in_training])
             for module in in_training:

@@ -34,12 +34,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        # Token embeddings, and what is added to them.
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.ngram:
             self.ngrams = NGramEmbedding(config)
         if config.smear:
             # Vectors, which optimizers do not decay; the last is for the previous token.
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
+        # Positions: a learned embedding, or angles for the attention.
         rotary = None
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -54,7 +56,7 @@ class GPT(nn.Module):
         blocks = [Block(config) for _ in range(config.n_layer // config.layer_repeats)]
         # With repeats, the same blocks in turn: https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(blocks * config.layer_repeats)
-        # Post-norm blocks end in a norm already.
+        # The head. Post-norm blocks end in a norm already.
         self.final_norm = Norm(config) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -83,11 +85,13 @@ class GPT(nn.Module):
             ValueError: the tokens are not integers (B, T), or too many; the targets have another
                 shape, or are all ignored; on a CPU, an id is not in the vocabulary.
         """
+        # The positions follow those of the cache.
         tokens = self._to_ids(tokens)
         start = cache.layers[0].length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens exceed block_size={self.config.block_size}")
+        # Embed; torch names neither the id nor the size of the vocabulary.
         try:
             x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
         except IndexError as error:
@@ -97,13 +101,14 @@ class GPT(nn.Module):
                 f"token ids must be in [0, {self.config.vocab_size}), "
                 f"got {tokens.min()} to {tokens.max()}"
             ) from error
-        # The sums between blocks, in half the memory traffic; in float16 they could overflow.
+        # Half the memory traffic for the sums between blocks; in float16 they could overflow.
         if (
             x.is_cuda
             and torch.is_autocast_enabled("cuda")
             and torch.get_autocast_dtype("cuda") == torch.bfloat16
         ):
             x = x.bfloat16()
+        # The blocks, with the rotary embeddings of these positions.
         rotary = None
         if self.rotary is not None:
             # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
@@ -114,6 +119,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, rotary, use_reentrant=False)  # (B, T, C)
             else:
                 x = block(x, rotary, cache.layers[i] if cache else None)  # (B, T, C)
+        # Logits, or the loss.
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits

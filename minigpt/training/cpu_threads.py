@@ -68,7 +68,7 @@ class ThreadBalancer:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> str:
-        """End a step; return a line for the log if another number of threads is kept."""
+        # The result is a line for the log if another number of threads is kept.
         if self.fixed or self._skipped > 0:
             self._skipped -= 1
             return ""
@@ -84,17 +84,19 @@ class ThreadBalancer:
         return self._choose(now, cpu / wall, wall / len(steps))
 
     def _choose(self, now: float, cores: float, seconds: float) -> str:
+        # A thread waits for a core, and all others for that thread.
         count = torch.get_num_threads()
         waiting = cores < count - _MISSING
         if waiting and count > 1 and (self._before or now >= self._try_fewer_at):
-            # Begin a trial, or go on with it: as many threads as there are cores.
+            # Begin a trial, or continue it: as many threads as there are cores.
             if self._before is None:
                 self._before = (count, cores, seconds)
                 self._try_more_at = now + self._pause
                 self._pause *= 2
             torch.set_num_threads(max(1, min(count - 1, int(cores))))
         elif self._before:
-            # The end of a trial: keep its threads, or go back and wait as long as for more.
+            # End a trial: keep its threads if they are faster; else restore their number, and try
+            # fewer only when more would be tried.
             before, had, slow = self._before
             self._before = None
             if seconds * _GAIN <= slow:
@@ -105,8 +107,10 @@ class ThreadBalancer:
             torch.set_num_threads(before)
             self._try_fewer_at = self._try_more_at
         elif count < self.most and now >= self._try_more_at:
+            # After the pause, other programs may have ended.
             torch.set_num_threads(self.most)
             return f"{self.most} threads again"
         elif count == self.most and not waiting:
+            # Every thread has a core.
             self._pause = _PAUSE
         return ""

@@ -75,10 +75,11 @@ def muon(
         newton_schulz_steps: iterations of the orthogonalization.
     """
     rows = matrix_params(model)
-    rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
     tables = {model.ngrams.table.weight} if model.config.ngram else set()
-    decayed = [p for p in rest if p in tables]
-    others = [p for p in rest if p not in tables]
+    decayed = [p for p in tables if p.requires_grad]
+    others = [
+        p for p in model.parameters() if p.requires_grad and p not in rows and p not in tables
+    ]
     adam = {
         "kind": "adamw",
         "lr": adam_lr,
