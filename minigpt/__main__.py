@@ -1,4 +1,4 @@
-"""The command `minigpt` and `python -m minigpt`: see `scripts/__main__.py`, which a wheel has too."""
+"""The command `minigpt`, and `python -m minigpt`: `scripts/__main__.py`, which a wheel has too."""
 
 import runpy
 

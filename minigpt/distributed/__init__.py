@@ -1,1 +1,1 @@
-"""Processes and devices of a run: ranks, process group, strategies, checkpoints of sharded weights."""
+"""Several ranks: their process group, the strategies of the Trainer, and the exchange of Muon."""
