@@ -88,9 +88,8 @@ def attend_explicit(
         lowest = torch.finfo(scores.dtype).min / 2
         scores = scores + scores.new_zeros(visible.shape).masked_fill_(~visible, lowest)
     weights = scores.softmax(dim=-1)  # (B, H, T, S)
-    if visible is not None and (
-        mask is not None or q.size(2) > k.size(2)
-    ):  # a query may see no key
+    # Without a mask, each query sees a key if there are no more queries than keys.
+    if visible is not None and (mask is not None or q.size(2) > k.size(2)):
         weights = weights.masked_fill(~visible, 0.0)
     weights = apply_dropout(weights, dropout)
     return weights @ v, weights  # (B, H, T, E), (B, H, T, S)
@@ -168,7 +167,7 @@ class KVCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        # Store keys and values (B, T, K, D) and return all stored ones, (B, K, length, D) each.
+        """Store keys and values (B, T, K, D); return all stored ones, (B, K, length, D) each."""
         start = self.length
         self.length += k.size(1)
         self.k[:, :, start : self.length] = k.transpose(1, 2)

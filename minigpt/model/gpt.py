@@ -159,6 +159,7 @@ class GPT(nn.Module):
         return apply_dropout(x, self.config.dropout, self.training)
 
     def logits(self, x: Tensor) -> Tensor:
+        """Map the output of the last block (…, C) to logits (…, V)."""
         x = self.final_norm(x)  # (…, C)
         # Under mup, updates of the head change the logits equally at every width.
         if self.config.width_ratio != 1:
@@ -190,7 +191,7 @@ class GPT(nn.Module):
         )
 
     def num_params(self) -> int:
-        # Of trainable parameters; of all, `GPTConfig.num_params`.
+        """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def _to_ids(self, ids: Tensor | Iterable[Iterable[int]]) -> Tensor:
@@ -267,7 +268,7 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        # (B, T, C) to (B, T, C), or (B, C) to (B, C); see `MultiHeadAttention.forward`.
+        """Map (B, T, C) to (B, T, C), or (B, C) to (B, C), as `MultiHeadAttention.forward`."""
         if self.pre_norm:
             x = x + self.attention(self.norm_1(x), mask=mask, rotary=rotary, cache=cache)
             return x + self.mlp(self.norm_2(x))

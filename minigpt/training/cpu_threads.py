@@ -68,7 +68,7 @@ class ThreadBalancer:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end(self) -> str:
-        # The result is a line for the log if another number of threads is kept.
+        """End a step; return a line for the log if another number of threads is kept."""
         if self.fixed or self._skipped > 0:
             self._skipped -= 1
             return ""
