@@ -113,4 +113,4 @@ class MakeRunDir(Callback):
 Grid = _plugin(Sweeper, "minigpt.sweeps.sweeper:Grid")
 Search = _plugin(Sweeper, "minigpt.extras.search.search:Search")
 Joblib = _plugin(Launcher, "minigpt.sweeps.launcher:Joblib")
-Submitit = _plugin(Launcher, "minigpt.sweeps.launcher:Submitit")
+Submitit = _plugin(Launcher, "minigpt.extras.search.submitit_launcher:Submitit")

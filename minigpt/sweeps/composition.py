@@ -131,5 +131,8 @@ def values_of(override: Override) -> Iterator[str]:
 
 def _hydra_settings(cfg: DictConfig) -> dict[str, object]:
     # Those of Hydra itself, not resolved, but for what it records of a composition.
-    settings = flat({"hydra": OmegaConf.to_container(cfg.hydra)})
-    return {key: value for key, value in settings if not key.startswith(_RECORDED)}
+    return {
+        key: value
+        for key, value in flat({"hydra": OmegaConf.to_container(cfg.hydra)})
+        if not key.startswith(_RECORDED)
+    }

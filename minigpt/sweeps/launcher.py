@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: in worker processes of this machine, or through submitit.
+"""Run the jobs of a sweep in worker processes of this machine.
 
 A worker has its cores and its GPU. A job whose process dies does not end the others.
 """
@@ -13,18 +13,16 @@ import subprocess
 import sys
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import loky
 from hydra.core.utils import JobReturn, env_override, setup_globals
-from hydra.plugins import launcher as hydra_launcher
+from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -35,9 +33,9 @@ from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
 from minigpt.utils.checks import POSITIVE_INT, as_integer, or_null
 from minigpt.utils.cli import error_text, explain
-from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.errors import RunError, require
 from minigpt.utils.ranks import env_number
-from minigpt.utils.scripts import ROOT, import_extra
+from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import (
     END_SIGNALS,
     HANGUP_SIGNAL,
@@ -48,10 +46,6 @@ from minigpt.utils.signals import (
 from minigpt.utils.terminal import log, replace_dead_output
 
 _busy = threading.Lock()  # held while this worker runs a job
-# Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second
-# variable lets a console take the encoding, and be redirected.
-UTF8_OUTPUT = {"PYTHONIOENCODING": "utf-8:backslashreplace", "PYTHONLEGACYWINDOWSSTDIO": "1"}
-Executor = Any  # runs one job at a time: a _Worker, or an executor of submitit
 
 
 @dataclass(frozen=True)
@@ -86,14 +80,6 @@ class Job:
                 print(explain(error)[0], file=sys.stderr)
                 raise RunError(error_text(error)) from None
 
-    def checkpoint(self) -> object:
-        """Return the job that submitit queues when this one is preempted: the same, resumed."""
-        from submitit.helpers import DelayedSubmission
-
-        cfg = self.cfg.copy()
-        cfg.resume = "auto"
-        return DelayedSubmission(replace(self, cfg=cfg))
-
 
 def _train_in_process(cfg: DictConfig) -> None:
     # A run on several devices starts processes of its own. The SIGTERM that ends a sweep goes to
@@ -101,9 +87,8 @@ def _train_in_process(cfg: DictConfig) -> None:
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(cfg))
-        script = str(ROOT / "scripts" / "train.py")
-        command = [sys.executable, script, "--experimental-rerun", str(file)]
-        code = subprocess.run(command).returncode
+        script = ROOT / "scripts" / "train.py"
+        code = subprocess.run([sys.executable, script, "--experimental-rerun", file]).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
@@ -111,15 +96,12 @@ def _train_in_process(cfg: DictConfig) -> None:
 @contextmanager
 def _output_to(file: Path) -> Iterator[None]:
     # Append the output of this process, and of those that it starts.
-    saved = [os.dup(1), os.dup(2)]
-    try:
-        with open(file, "ab") as opened:
-            _redirect(opened.fileno(), opened.fileno())
-        yield
-    finally:
-        _redirect(*saved)
-        for descriptor in saved:
-            os.close(descriptor)
+    with open(file, "ab") as log_file, open(os.dup(1), "wb") as out, open(os.dup(2), "wb") as err:
+        try:
+            _redirect(log_file.fileno(), log_file.fileno())
+            yield
+        finally:
+            _redirect(out.fileno(), err.fileno())
 
 
 def _redirect(stdout: int, stderr: int) -> None:
@@ -129,21 +111,29 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
 
 
-class Launcher(hydra_launcher.Launcher):
-    """Run jobs, a limited number at a time.
+class Joblib(Launcher):
+    """Run jobs in worker processes of loky, the backend of joblib, a limited number at a time.
 
-    A signal ends the running jobs cleanly and starts no more.
+    Each imports once and runs one job after the other. Several small models with one thread each
+    train faster than one after another with all threads. A signal ends the running jobs cleanly and
+    starts no more.
+
+    Args:
+        n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
+        threads: threads per job; None is OMP_NUM_THREADS, or an equal share of the cores.
     """
 
     points: Sequence[Point]  # one per job
     most_jobs: int  # of any launch of the sweep
-    n_jobs: int | None  # at a time
     # Returns the configuration of a job, for its point and its overrides.
     configure: Callable[[Point, Sequence[str]], DictConfig]
     # Called for each job that ended, with the reason if it failed.
     on_end: Callable[[Point, str], None]
-    # The context in which jobs are submitted.
-    batch: Callable[[], AbstractContextManager[None]] = nullcontext
+    job = Job  # what is submitted
+
+    def __init__(self, n_jobs: int | None, threads: int | None) -> None:
+        self.n_jobs, self.threads = map(as_integer, (n_jobs, threads))
+        require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
 
     def setup(
         self,
@@ -163,9 +153,11 @@ class Launcher(hydra_launcher.Launcher):
         os.environ.pop("MASTER_PORT", None)  # jobs at the same time need one each
         self.cfg = config
         # Reused by later launches: workers import once, and keep their threads.
-        self.executors: list[Executor] = []
+        self.executors: list[_Worker] = []  # each runs one job at a time
 
-    @env_override(UTF8_OUTPUT)
+    # Workers write log.txt in UTF-8, whatever the encoding of the terminal. On Windows the second
+    # variable lets a console take the encoding, and be redirected.
+    @env_override({"PYTHONIOENCODING": "utf-8:backslashreplace", "PYTHONLEGACYWINDOWSSTDIO": "1"})
     def launch(
         self,
         job_overrides: Sequence[Sequence[str]],
@@ -177,85 +169,42 @@ class Launcher(hydra_launcher.Launcher):
             Interrupted: a signal was received, and the running jobs have ended.
         """
         self.waiting = list(zip(self.points, job_overrides, strict=True))
-        self.running: dict[Future[None], tuple[Point, Executor]] = {}
+        self.running: dict[Future[None], tuple[Point, _Worker]] = {}
         self.signals: list[int] = []
         stops = 0
         with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, self._receive):
             self.executors = self.executors or self.start(self.most_jobs)
             while self.running or (self.waiting and not self.signals):
-                # Stop the running jobs once for each signal.
+                # Stop the running jobs once for each signal: with a checkpoint, then at once.
                 if len(self.signals) > stops:
                     stops += 1
                     self.stop(self.running, kill=stops > 1)
                 # Start those that wait.
-                if self.waiting and self.executors and not self.signals:
-                    with self.batch():
-                        self._submit_waiting()
-                # Report those that have ended.
-                self._collect_ended()
+                if not self.signals:
+                    self.submit_waiting()
+                # Report those that have ended. A job that was stopped has not failed.
+                for future in [future for future in self.running if future.done()]:
+                    point, executor = self.running.pop(future)
+                    self.executors.append(executor)
+                    self.on_end(point, "" if self.signals else _failure(future))
                 time.sleep(0.05)
         if self.signals:
             raise Interrupted(self.signals[0])
         return []
-
-    @abstractmethod
-    def start(self, jobs: int) -> list[Executor]:
-        """Return the executors for so many jobs; one runs one job at a time."""
-
-    @abstractmethod
-    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
-        """End the running jobs, with a checkpoint or at once."""
 
     def _receive(self, signum: int, _: object) -> None:
         # `launch` acts on it, when no job is being started.
         if signum != HANGUP_SIGNAL or not self.signals:
             self.signals.append(signum)
 
-    def _submit_waiting(self) -> None:
+    def submit_waiting(self) -> None:
         while self.waiting and self.executors:
             executor = self.executors.pop()
             point, overrides = self.waiting.pop(0)
-            future = executor.submit(Job(point, self.configure(point, overrides)))
+            future = executor.submit(self.job(point, self.configure(point, overrides)))
             self.running[future] = (point, executor)
 
-    def _collect_ended(self) -> None:
-        ended = [future for future in self.running if future.done()]
-        for future in ended:
-            point, executor = self.running.pop(future)
-            self.executors.append(executor)
-            # A job that was stopped has not failed.
-            self.on_end(point, "" if self.signals else _failure(future))
-
-
-def _failure(future: Future[None]) -> str:
-    try:
-        future.result()
-    except Exception as error:
-        # An error of submitit, which may not be installed, is known by its name.
-        if not isinstance(error, BrokenExecutor) and type(error).__name__ != "UncompletedJobError":
-            return error_text(error)
-        name = re.search(r"SIG[A-Z]+", str(error))
-        killed = f"was killed ({name[0]}), possibly out of memory" if name else ""
-        return f"its process {killed or 'crashed'}"
-    return ""
-
-
-class Joblib(Launcher):
-    """Worker processes of loky, the backend of joblib.
-
-    Each imports once and runs one job after the other. Several small models with one thread each
-    train faster than one after another with all threads.
-
-    Args:
-        n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
-        threads: threads per job; None is OMP_NUM_THREADS, or an equal share of the cores.
-    """
-
-    def __init__(self, n_jobs: int | None, threads: int | None) -> None:
-        self.n_jobs, self.threads = map(as_integer, (n_jobs, threads))
-        require("hydra.launcher.threads", self.threads, *or_null(POSITIVE_INT))
-
-    def start(self, jobs: int) -> list[Executor]:
+    def start(self, jobs: int) -> "list[_Worker]":
         # Run a job per GPU or core at a time, but jobs that have several devices one by one.
         cores = loky.cpu_count()
         one_device = self.cfg.trainer.devices == 1
@@ -270,7 +219,7 @@ class Joblib(Launcher):
         envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
         return [_Worker(envs[index % len(envs)]) for index in range(workers)]
 
-    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
+    def stop(self, running: "Mapping[Future[None], tuple[Point, _Worker]]", *, kill: bool) -> None:
         for _, worker in running.values():
             worker.pipe.close()
         for process in multiprocessing.active_children() if kill else ():
@@ -279,6 +228,19 @@ class Joblib(Launcher):
             else:
                 with suppress(OSError):
                     os.killpg(process.pid or 0, signal.SIGKILL)
+
+
+def _failure(future: Future[None]) -> str:
+    try:
+        future.result()
+    except Exception as error:
+        # An error of submitit, which may not be installed, is known by its name.
+        if not isinstance(error, BrokenExecutor) and type(error).__name__ != "UncompletedJobError":
+            return error_text(error)
+        name = re.search(r"SIG[A-Z]+", str(error))
+        killed = f"was killed ({name[0]}), possibly out of memory" if name else ""
+        return f"its process {killed or 'crashed'}"
+    return ""
 
 
 class _Worker:
@@ -345,55 +307,3 @@ def visible_gpus() -> list[str]:
     import torch
 
     return [str(index) for index in range(torch.accelerator.device_count())]
-
-
-class Submitit(Launcher):
-    """Jobs of submitit.
-
-    Args:
-        cluster: slurm or local.
-        n_jobs: jobs at a time; None is no limit on SLURM, and one per core on this machine.
-        parameters: arguments of submitit's `update_parameters`, which ignores null values and those
-            of another cluster.
-    """
-
-    def __init__(self, cluster: str, n_jobs: int | None, **parameters: object) -> None:
-        self.cluster = cluster
-        self.n_jobs = as_integer(n_jobs)
-        self.parameters = {name: as_integer(value) for name, value in parameters.items()}
-        self.name = f"hydra/launcher=submitit_{cluster}"
-        self.submitit = import_extra("submitit", self.name, "submitit")
-
-    def setup(
-        self,
-        *,
-        hydra_context: HydraContext,
-        task_function: TaskFunction,
-        config: DictConfig,
-    ) -> None:
-        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        if self.cluster == "slurm":  # its jobs are one process each
-            require(
-                "trainer.devices",
-                config.trainer.devices,
-                lambda devices: devices == 1,
-                f"1 with {self.name}",
-            )
-
-    def start(self, jobs: int) -> list[Executor]:
-        folder = Path(str(self.cfg.hydra.sweep.dir), ".submitit", "%j")
-        try:
-            executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
-            executor.update_parameters(
-                **{"slurm_array_parallelism": self.n_jobs, **self.parameters}
-            )
-        except (RuntimeError, NameError, TypeError) as error:
-            raise UserError(f"{self.name}: {error}") from error
-        if self.cluster == "slurm":  # one array job, which SLURM queues
-            self.batch = executor.batch
-            return [executor] * jobs
-        return [executor] * (self.n_jobs or os.cpu_count() or 1)
-
-    def stop(self, running: Mapping[Future[None], tuple[Point, Executor]], *, kill: bool) -> None:
-        for future in running:
-            future.cancel()

@@ -65,8 +65,8 @@ def is_relevant(override: str) -> bool:
     So does `resume=` with a path.
     """
     group = re.split("[./@=]", override.lstrip("+~"))[0]
-    without_path = ("resume=None", "resume=null", "resume=auto")
-    return group not in ("pause_at", "logger") and override not in without_path
+    without_path = re.fullmatch("resume=(None|null|auto)", override)
+    return not without_path and group not in ("pause_at", "logger")
 
 
 def relevant_settings(settings: Any) -> dict[str, object]:

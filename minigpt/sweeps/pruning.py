@@ -9,7 +9,7 @@ https://arxiv.org/abs/1810.05934
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import chain
+from itertools import count
 from math import ceil
 from statistics import mean
 from typing import Any
@@ -64,14 +64,12 @@ def continuing(points: Sequence[Point], rung: int) -> list[Point]:
     Points that differ only in their seed are one unit, compared by its mean loss; it has reached a
     rung when all of them have.
     """
-    units: dict[str, list[Point]] = {}
-    for point in points:
-        if point.status != SKIPPED:
-            units.setdefault(point.row, []).append(point)
-    means = {}
-    for unit, group in units.items():
-        losses: list[Any] = [loss_at(point, rung) for point in group]
-        if None not in losses:
-            means[unit] = mean(losses)
+    possible = [point for point in points if point.status != SKIPPED]
+    losses: dict[str, list[Any]] = {}
+    for point in possible:
+        losses.setdefault(point.row, []).append(loss_at(point, rung))
+    means = {unit: mean(each) for unit, each in losses.items() if None not in each}
     best = sorted(means, key=means.__getitem__)[: ceil(KEPT * len(means))]
-    return list(chain.from_iterable(units[unit] for unit in best))
+    rank = dict(zip(best, count()))
+    kept = [point for point in possible if point.row in rank]
+    return sorted(kept, key=lambda point: rank[point.row])

@@ -15,9 +15,10 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from small_runs import ROOT, composed, one_line, table
 
+from minigpt.extras.search.submitit_launcher import RequeuedJob
 from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary, write_summary
-from minigpt.sweeps.launcher import Job, Joblib, Launcher, visible_gpus
+from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.point_settings import relevant_settings
 from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, Point, read_plan, read_sweep, refresh
 from minigpt.utils.errors import RunError
@@ -92,7 +93,7 @@ def test_without_an_environment_variable_gpus_are_those_of_the_machine(monkeypat
     assert visible_gpus() == ["0", "1"]
 
 
-class TwoJobs(Launcher):
+class TwoJobs(Joblib):
     """Two jobs at a time, which run until they were stopped so often; signals arrive when the second one starts."""
 
     most_jobs = 2
@@ -170,7 +171,7 @@ def test_a_job_leaves_a_run_alone_that_another_command_has_completed_or_trains(
     folder = tmp_path / "sweep/seed=1337"
     shutil.copytree(trained(), folder)
     config = composed(*small, f"hydra.run.dir='{folder}'", return_hydra_config=True)
-    job = Job(Point(folder, {}, settings={"trainer.devices": 1}), config)
+    job = RequeuedJob(Point(folder, {}, settings={"trainer.devices": 1}), config)
     before = (folder / "summary.json").read_bytes()
     job.checkpoint().function()  # resumed: it has nothing to do
     with pytest.raises(RunError, match="already holds a run"):
@@ -264,7 +265,8 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
     check_jobs_of_own_files(tmp_path / "sweep")
-    requeued = jobs[0].checkpoint().function  # of a preempted job, by submitit
+    preempted = RequeuedJob(jobs[0].point, jobs[0].cfg)
+    requeued = preempted.checkpoint().function  # by submitit
     assert (requeued.cfg.resume, requeued.cfg.seed) == ("auto", 77)
     requeued()
     check_jobs_of_own_files(tmp_path / "sweep")

@@ -1,1 +1,1 @@
-"""Sweeps that choose their points by the losses of earlier ones."""
+"""Sweeps that choose their points by the losses of earlier ones, and launchers of clusters."""
