@@ -41,8 +41,11 @@ class Composer:
     def overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis."""
         line = {name: str(override.input_line) for name, override in self.given.items()}
-        for name in values.keys() & line.keys():
-            line[name] = f"{self.given[name].get_key_element()}={values[name]}"
+        line |= {
+            name: f"{self.given[name].get_key_element()}={value}"
+            for name, value in values.items()
+            if name in line
+        }
         # Links are resolved once, because they may move.
         return self.once(complete_overrides, [*line.values()])
 

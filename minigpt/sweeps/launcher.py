@@ -168,11 +168,13 @@ class Joblib(Launcher):
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
+        # All jobs wait, and no signal was received.
         self.waiting = list(zip(self.points, job_overrides, strict=True))
         self.running: dict[Future[None], tuple[Point, _Worker]] = {}
         self.signals: list[int] = []
         stops = 0
         with handle_signals(set(END_SIGNALS) - {REQUEUE_SIGNAL}, self._receive):
+            # Start the workers, unless an earlier launch did, and run the jobs on them.
             self.executors = self.executors or self.start(self.most_jobs)
             while self.running or (self.waiting and not self.signals):
                 # Stop the running jobs once for each signal: with a checkpoint, then at once.

@@ -64,9 +64,8 @@ def is_relevant(override: str) -> bool:
 
     So does `resume=` with a path.
     """
-    group = re.split("[./@=]", override.lstrip("+~"))[0]
-    without_path = re.fullmatch("resume=(None|null|auto)", override)
-    return not without_path and group not in ("pause_at", "logger")
+    irrelevant = r"[+~]*(pause_at|logger)([./@=].*)?|resume=(None|null|auto)"
+    return not re.fullmatch(irrelevant, override, re.DOTALL)
 
 
 def relevant_settings(settings: Any) -> dict[str, object]:

@@ -9,7 +9,6 @@ https://arxiv.org/abs/1810.05934
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import count
 from math import ceil
 from statistics import mean
 from typing import Any
@@ -70,6 +69,6 @@ def continuing(points: Sequence[Point], rung: int) -> list[Point]:
         losses.setdefault(point.row, []).append(loss_at(point, rung))
     means = {unit: mean(each) for unit, each in losses.items() if None not in each}
     best = sorted(means, key=means.__getitem__)[: ceil(KEPT * len(means))]
-    rank = dict(zip(best, count()))
-    kept = [point for point in possible if point.row in rank]
-    return sorted(kept, key=lambda point: rank[point.row])
+    places = {unit: place for place, unit in enumerate(best)}
+    kept = [point for point in possible if point.row in places]
+    return sorted(kept, key=lambda point: places[point.row])

@@ -1,6 +1,6 @@
 """Choose the runs of a sweep: compose and check every point before the first run starts.
 
-`Sweeper.sweep` is the life of a sweep: it reads the points, checks them, launches and prunes their
+`Grid.sweep` is the life of a sweep: it reads the points, checks them, launches and prunes their
 runs, and reports. Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 `hydra_plugins`.
 """
@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
 from hydra.errors import ConfigCompositionException
-from hydra.plugins import sweeper as hydra_sweeper
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -58,8 +58,10 @@ SAME = "same configuration as another point"
 ANOTHER_FOLDER = "choose another folder with hydra.sweep.dir=…"
 
 
-class Sweeper(hydra_sweeper.Sweeper):
-    """The base of all sweepers: folder, checks, launch and report.
+class Grid(Sweeper):
+    """Sweep over every combination of the values of all swept settings, in any notation of Hydra.
+
+    Other sweepers derive from it, and choose their points in `batches`.
 
     Args:
         params: settings with several values, from a file in `configs/sweep/`; the command line
@@ -139,8 +141,45 @@ class Sweeper(hydra_sweeper.Sweeper):
                 )
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        """Yield checked points, which run before the next batch is requested."""
-        raise NotImplementedError
+        """Yield checked points, which run before the next batch is requested; here all at once."""
+        # Count the points, without listing more values than a grid may have.
+        for override in self.axes.values():
+            if override.is_interval_sweep():
+                raise UserError(
+                    f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list "
+                    "values"
+                )
+        axes = [
+            list(itertools.islice(values_of(override), self.max_points + 1))
+            for override in self.axes.values()
+        ]
+        n_points = math.prod(map(len, axes))
+        more = " or more" if max(map(len, axes)) > self.max_points else ""
+        require(
+            "hydra.sweeper.max_points",
+            self.max_points,
+            lambda most: most >= n_points,
+            f"at least {n_points}{more}, the points of the grid",
+            "set it, give fewer values, or search with hydra/sweeper=optuna",
+        )
+        # Check each.
+        self.points += [
+            self.in_job(self.check)(dict(zip(self.axes, values, strict=True)))
+            for values in announced(itertools.product(*axes), n_points)
+        ]
+        if not self.points:
+            raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
+        # Refuse an axis without an effect, and a sweep without a possible point.
+        for name in filter(is_relevant, self.axes):
+            given = {point.overrides[name] for point in self.points}
+            acting = {point.overrides[name] for point in self.points if point.reason != SAME}
+            if len(given) > len(acting) == 1:
+                raise UserError(
+                    f"{name} has the same effect with all its values; give it one value"
+                )
+        if all(point.status == SKIPPED for point in self.points):
+            raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
+        yield self.points
 
     def _read_line_and_folder(self, arguments: Sequence[str]) -> None:
         # Parse the command line. resume=auto is of the sweep: runs that have begun resume, the
@@ -341,10 +380,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         ended = itertools.count(1)
 
         def on_end(point: Point, failure: str) -> None:
-            point = refresh(point)
-            if failure and point.status in (CRASHED, WAITING, PAUSED):  # it did not write why
+            # A job that crashed did not write why.
+            if failure and refresh(point).status in (CRASHED, WAITING, PAUSED):
                 write_failure(point.folder, failure)
-                point = refresh(point)
+            point = refresh(point)
             loss = point.loss(NATS)
             seconds = f"{point.totals.get('seconds', 0):,.0f} s"
             result = f", val loss {loss:.4f} after {seconds} of training" if loss else ""
@@ -400,46 +439,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         return [
             refresh(self.existing[identity]) for identity in self.existing if identity not in own
         ]
-
-
-class Grid(Sweeper):
-    """Every combination of the values of all swept settings, in any of Hydra's notations."""
-
-    def batches(self) -> Iterator[Sequence[Point]]:
-        # Count the points, without listing more values than a grid may have.
-        axes = []
-        for override in self.axes.values():
-            if override.is_interval_sweep():
-                raise UserError(
-                    f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list "
-                    "values"
-                )
-            axes.append(list(itertools.islice(values_of(override), self.max_points + 1)))
-        n_points = math.prod(map(len, axes))
-        more = " or more" if max(map(len, axes)) > self.max_points else ""
-        require(
-            "hydra.sweeper.max_points",
-            self.max_points,
-            lambda most: most >= n_points,
-            f"at least {n_points}{more}, the points of the grid",
-            "set it, give fewer values, or search with hydra/sweeper=optuna",
-        )
-        # Check each.
-        for values in announced(itertools.product(*axes), n_points):
-            self.points.append(self.in_job(self.check)(dict(zip(self.axes, values, strict=True))))
-        if not self.points:
-            raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
-        # Refuse an axis without an effect, and a sweep without a possible point.
-        for name in filter(is_relevant, self.axes):
-            given = {point.overrides[name] for point in self.points}
-            acting = {point.overrides[name] for point in self.points if point.reason != SAME}
-            if len(given) > len(acting) == 1:
-                raise UserError(
-                    f"{name} has the same effect with all its values; give it one value"
-                )
-        if all(point.status == SKIPPED for point in self.points):
-            raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
-        yield self.points
 
 
 def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:

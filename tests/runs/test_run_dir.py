@@ -25,7 +25,7 @@ from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.metrics_csv import append_metrics, read_metrics, truncate_metrics
 from minigpt.runs.overrides import complete_overrides
-from minigpt.sweeps.sweeper import Sweeper
+from minigpt.sweeps.sweeper import Grid
 from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
@@ -195,8 +195,8 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(
     assert (tmp_path / f"runs/{name}-3/checkpoints/best.safetensors").exists()
     assert (tmp_path / "runs/latest").resolve().name == f"{name}-3"
     assert minigpt.train([*small, "max_steps=1"])["folder"] == f"{tmp_path}/runs/{name}-4"
-    monkeypatch.setattr(Sweeper, "_launch", lambda sweeper, _: (sweeper.folder / "mine").touch())
-    monkeypatch.setattr(Sweeper, "_report", lambda _: None)
+    monkeypatch.setattr(Grid, "_launch", lambda sweeper, _: (sweeper.folder / "mine").touch())
+    monkeypatch.setattr(Grid, "_report", lambda _: None)
     call("train.py", "-m", "seed=1,2")
     assert (tmp_path / f"runs/sweeps/{name}-2/mine").exists()
     assert {path.name for path in (tmp_path / "runs").iterdir() if not any(path.iterdir())} == {

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from minigpt.sweeps.composition import values_of
 from minigpt.sweeps.pruning import continuing, loss_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
-from minigpt.sweeps.sweeper import Sweeper
+from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.checks import POSITIVE_INT, as_integer
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import import_extra
@@ -20,7 +20,7 @@ from minigpt.utils.terminal import warn
 MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another
 
 
-class Search(Sweeper):
+class Search(Grid):
     """Search with optuna's TPE sampler, in memory.
 
     Each batch of points depends on the losses of the batches before. Settings are
