@@ -27,8 +27,6 @@ from minigpt.data.token_files import (
     STARTS,
     Corpus,
     load,
-    load_bins,
-    load_prepared,
 )
 from minigpt.data.tokenizer import (
     SEPARATOR,
@@ -41,12 +39,12 @@ from minigpt.data.tokenizer import (
     token_dtype,
 )
 from minigpt.utils.checks import Settings
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import PARTIAL, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
-PREPARED = "prepared"  # the tokenizer of the token files that data.train_bin names
 _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
@@ -75,7 +73,7 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
         whole = {} if built.splits_at_cuts else {"documents": "whole"}
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
-        return _load_bins(data, tokenizer, folder, built)
+        return from_extras("load_token_bins")(data, tokenizer, folder, built)
     sources = find_sources(data)
     provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
     if len(sources) > 1:
@@ -101,47 +99,10 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
     return load(target)
 
 
-def _load_bins(
-    data: Settings, tokenizer: Settings, folder: Path, built: Tokenizer | None
-) -> Corpus:
-    if data["train_bin"] is None or data["val_bin"] is None:
-        raise UserError(
-            "data.train_bin and data.val_bin must be set together; set both, or neither"
-        )
-
-    # Files of `prepare.py` have a tokenizer, which must be the chosen one.
-    prepared = load_prepared(data)
-    if prepared:
-        made = prepared.provenance.get("tokenizer", {})
-        if built:
-            # `separated` depends on the documents.
-            own = prepared.tokenizer.to_dict() | {"separated": False}
-            is_same = built.to_dict() | {"separated": False} == own
-            advice = "init_from needs token files of its own"
-        else:
-            is_same = tokenizer == made or tokenizer["name"] == PREPARED
-            advice = f"tokenizer={PREPARED} selects it"
-        require(
-            "tokenizer",
-            ", ".join(map(str, tokenizer.values())),
-            lambda _: is_same,
-            f"{', '.join(map(str, made.values()))}, as in {prepared.train.files[0].parent / META}",
-            advice,
-        )
-        return prepared
-
-    # Other files need one that is built without a text.
-    if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained, PREPARED):
-        raise UserError(
-            f"tokenizer={tokenizer['name']} needs a text, or both files of a folder of prepare.py "
-            f"with its {META}; set tokenizer=gpt2 (nanoGPT's) or byte"
-        )
-    return load_bins(data, built or _build_tokenizer(tokenizer, folder, "", ()), folder)
-
-
-def _build_tokenizer(
+def build_tokenizer(
     settings: Settings, folder: Path, alphabet: str, texts: Iterable[str]
 ) -> Tokenizer:
+    """Build the tokenizer of the config group; `char` and `bpe` need the text."""
     match settings["name"]:
         case CharTokenizer.name:
             return CharTokenizer(alphabet)
@@ -211,7 +172,7 @@ def _plan(
                 provenance = {**provenance, "cut": "within a document"}
     chunks = split_chunks(sources, provenance, cut)
     texts = (chunk.text for split, chunk in chunks if split == TRAIN)
-    return built or _build_tokenizer(settings, folder, alphabet, texts), cut, provenance
+    return built or build_tokenizer(settings, folder, alphabet, texts), cut, provenance
 
 
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import token_files
-from minigpt.data.token_files import Tokens, split_checksums
+from minigpt.data.token_files import Tokens
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.extras.corpora import token_bins
 from minigpt.utils.errors import UserError
 
 TEXT = "a text that is prepared, broken and prepared again"
@@ -132,7 +133,7 @@ def bins(folder, *contents):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    return token_files.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder)
+    return token_bins.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder)
 
 
 def llm_c(ids, dtype="<u2", magic=20240520, version=1, n=100):
@@ -164,7 +165,7 @@ def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_sep
         len(val),
         len(val),
     )
-    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
+    monkeypatch.setattr(token_bins, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, raw([1, 2]), raw([97, 256, 257, 256]), AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.tokenizer.start.tolist() == [256]
@@ -319,13 +320,13 @@ def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not
     )
     assert first == second
     train, val = sorted(tmp_path.glob("a/train_*.bin")), [tmp_path / "a/val.bin"]
-    before = split_checksums(train, val, None)
-    assert split_checksums(train[1:], val, None) != before
+    before = token_bins.split_checksums(train, val, None)
+    assert token_bins.split_checksums(train[1:], val, None) != before
     changed = 0
     for file in train:
         content = file.read_bytes()
         file.write_bytes(raw(np.frombuffer(content, np.uint16) ^ 1))
-        changed += split_checksums(train, val, None) != before
+        changed += token_bins.split_checksums(train, val, None) != before
         file.write_bytes(content)
     assert changed == 64
     # More than a sample; the content of one file is read whole

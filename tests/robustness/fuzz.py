@@ -30,6 +30,7 @@ from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.extras.corpora import token_bins
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer, tokenizer_files
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
@@ -262,7 +263,7 @@ def bins(chance: random.Random, folder: Path) -> None:
         file.write_bytes(mutate_bytes(chance, content) if chance.random() < 0.9 else b"")
     made = tokenizers.from_dict(chance.choice(TOKENIZERS))
     named = {"train_bin": str(files[0]), "val_bin": [str(files[1])]}
-    _use(corpus.load_bins(named, made, folder / "known.json"))
+    _use(token_bins.load_bins(named, made, folder / "known.json"))
 
 
 def _use(read: corpus.Corpus) -> None:

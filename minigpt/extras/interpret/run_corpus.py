@@ -17,6 +17,7 @@ from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
 from minigpt.data.sources import find_sources
 from minigpt.data.tokenizer import from_dict
+from minigpt.extras.corpora import token_bins
 from minigpt.model.gpt import GPT
 from minigpt.runs.run_config import RunConfig
 from minigpt.utils.errors import UserError
@@ -69,8 +70,8 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
     with explain_errors(f"the corpus of {checkpoint} cannot be read"):
         data = run["config"]["data"]
         if data["train_bin"]:
-            prepared = token_files.load_prepared(data)
-            corpus = prepared or token_files.load_bins(data, from_dict(run["tokenizer"]))
+            prepared = token_bins.load_prepared(data)
+            corpus = prepared or token_bins.load_bins(data, from_dict(run["tokenizer"]))
             if corpus.sha256 == run["corpus_sha256"]:
                 return corpus
             raise UserError(
