@@ -18,7 +18,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from minigpt.data.readers import TextChunk
 from minigpt.data.sources import TRAIN, VAL, Source, SplitChunk, find_sources, split_chunks
 from minigpt.data.token_files import (
     FORMAT,
@@ -49,8 +48,6 @@ _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
 _CUT_TOLERANCE = 0.2
-# Of a document that is encoded at once: the package tokenizers takes 80 bytes of memory per byte.
-_MAX_JOINED_CHARS = 1 << 22
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 
@@ -134,7 +131,9 @@ def _write_corpus(
         # The text is read once or twice to build the tokenizer and to find the cut, then written.
         tokenizer, cut, provenance = _plan(sources, provenance, target.parents[1], built)
         chunks = split_chunks(sources, provenance, cut)
-        batches = TextBatches(chunks if tokenizer.splits_at_cuts else join_chunks(chunks))
+        if not tokenizer.splits_at_cuts:
+            chunks = from_extras("join_chunks")(chunks)
+        batches = TextBatches(chunks)
         _write_tokens(partial, tokenizer, batches, threads)
         if batches.has_separators:
             warn(
@@ -155,8 +154,7 @@ def _plan(
 
     Also return the provenance, with where the cut is if it is within one of several documents.
     """
-    settings = provenance["tokenizer"]
-    by_character = settings["name"] == CharTokenizer.name
+    by_character = provenance["tokenizer"]["name"] == CharTokenizer.name
     by_fraction = provenance.get("split") == "fraction"
     cut = 0
     alphabet = ""
@@ -172,7 +170,8 @@ def _plan(
                 provenance = {**provenance, "cut": "within a document"}
     chunks = split_chunks(sources, provenance, cut)
     texts = (chunk.text for split, chunk in chunks if split == TRAIN)
-    return built or build_tokenizer(settings, folder, alphabet, texts), cut, provenance
+    tokenizer = built or build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
+    return tokenizer, cut, provenance
 
 
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:
@@ -200,30 +199,6 @@ def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
     nearest = int(starts[np.abs(starts - wanted).argmin()])
     is_near = abs(nearest - wanted) <= _CUT_TOLERANCE * min(wanted, starts[-1] - wanted)
     return nearest if is_near else wanted
-
-
-def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
-    """Join the chunks of each document in each split, up to `_MAX_JOINED_CHARS`."""
-    joined = ""
-    joined_split = TRAIN
-    starts_document = True  # with what is joined
-    for split, (text, first) in chunks:
-        continues = split == joined_split and not first
-        is_long = continues and len(joined) + len(text) > _MAX_JOINED_CHARS
-        if is_long and starts_document:  # once per document
-            warn(
-                f"a document of more than {len(joined):,} characters is encoded in parts, "
-                f"with a token more per part"
-            )
-        if text and (is_long or not continues):
-            if joined:
-                yield joined_split, TextChunk(joined, starts_document)
-            joined = ""
-            joined_split = split
-            starts_document = first
-        joined += text
-    if joined:
-        yield joined_split, TextChunk(joined, starts_document)
 
 
 class TextBatches:
@@ -334,19 +309,20 @@ def _build_meta(
         tokenizer.separated = documents[TRAIN] > 1
     sums = [source.sha256 for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
-    meta: dict[str, object] = {
-        "format": FORMAT,
-        "name": name,
-        "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
-        "dtype": dtype,
-    }
-    for i, split in enumerate(SPLITS):
-        meta[split] = {
+    splits = {
+        split: {
             "documents": documents[i],
             "bytes": batches.bytes[i],
             "tokens": (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize,
         }
-    return meta | {
+        for i, split in enumerate(SPLITS)
+    }
+    return {
+        "format": FORMAT,
+        "name": name,
+        "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
+        "dtype": dtype,
+        **splits,
         "provenance": {**provenance, "duplicates": duplicates},
         "tokenizer": tokenizer.to_dict(),
     }

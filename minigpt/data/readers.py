@@ -2,8 +2,8 @@
 
 A text file is one document, and so is each row of the other formats; both may be compressed. A long
 document comes in chunks, cut where no pattern in `tokenizer.PATTERNS` matches across the cut, so
-the ids are those of the whole document and a file may be larger than memory. `prepare.join_chunks`
-joins them for other tokenizers.
+the ids are those of the whole document and a file may be larger than memory. `join_chunks` in
+`extras/huggingface/whole_documents.py` joins them for other tokenizers.
 """
 
 import codecs
@@ -55,11 +55,13 @@ _MAX_CHUNK_CHARS = 1 << 18
 # With which a text does not begin: an array of objects, an object per line, or objects of many
 # lines, each with a key. Code and markup may have braces in lines of their own.
 _JSON_ROWS = rb'\s*(\[\s*\{\s*"[^"\n]*"\s*:|\{\s*"[^"\n]*"\s*:(.*\}\s*\n|(?s:.*?)\n\})\s*\{'
-# Prose begins with no field and no list of texts either.
-_JSON_IN_PROSE = re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))')
 # The same by suffix: a file of JSON may be one object.
 _JSON = {
-    **dict.fromkeys(("", *TEXT_SUFFIXES), _JSON_IN_PROSE),
+    # Prose begins with no field and no list of texts either.
+    **dict.fromkeys(
+        ("", *TEXT_SUFFIXES),
+        re.compile(_JSON_ROWS + rb'|\{\s*"[^"\n]*"\s*:|\[\s*"[^"\n]*"\s*(,\s*"|\]\s*\Z))'),
+    ),
     ".json": re.compile(_JSON_ROWS + rb"|\[)"),
     "other": re.compile(_JSON_ROWS + rb")"),
 }
@@ -214,8 +216,8 @@ def read_texts(
     """Read the documents of a path, as `find_files` takes it; `-` is standard input."""
     if path in STDIN:
         blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
-        text = _decode(blocks, f"{setting}=-", None if separator else _JSON[""])
-        return text_chunks(text, separator)
+        json_rows = None if separator else _JSON[""]
+        return text_chunks(_decode(blocks, f"{setting}=-", json_rows), separator)
     return read_files(find_files(path, setting, folder), field, separator)
 
 

@@ -89,19 +89,17 @@ def split_chunks(sources: Sequence[Source], rule: Settings, cut: int) -> Iterato
     split = TRAIN  # of the document
     for i, source in enumerate(sources):
         for chunk in source.read():
-            text, first = chunk
             if len(sources) > 1:
                 yield i, chunk
             elif rule["split"] == "fraction":
                 inside = max(0, cut - begin)
-                yield TRAIN, TextChunk(text[:inside], first)
-                yield VAL, TextChunk(text[inside:], first or begin <= cut)
-                begin += len(text)
+                yield TRAIN, TextChunk(chunk.text[:inside], chunk.first)
+                yield VAL, TextChunk(chunk.text[inside:], chunk.first or begin <= cut)
+                begin += len(chunk.text)
             else:
-                if first:
-                    number = int.from_bytes(
-                        blake2b(text.encode(), digest_size=8).digest(), "little"
-                    )
+                if chunk.first:
+                    digest = blake2b(chunk.text.encode(), digest_size=8).digest()
+                    number = int.from_bytes(digest, "little")
                     split = VAL if number < rule["val_fraction"] * 2**64 else TRAIN
                 yield split, chunk
 
@@ -154,7 +152,6 @@ def _from_files(
     folder = Path(data["folder"])
     given = [path] if isinstance(path, str) else path
     paths = [spool(one, setting, folder) for one in given]
-    names = [_name_of(one, copy) for one, copy in zip(given, paths, strict=True)]
     files = find_files(paths, setting, folder)
     field = data["field"]
     separator = data["separator"] or ""
@@ -164,7 +161,7 @@ def _from_files(
     is_one_text = len(files) == 1 and is_text and not separator
     identity = [field, suffixes, sums, *filter(None, [separator])]
     return Source(
-        name=name or "-".join(names),
+        name=name or "-".join(map(_name_of, given, paths)),
         sha256=sums[0] if is_one_text else sha256_json(identity),
         read=lambda: read_files(files, field, separator),
     )

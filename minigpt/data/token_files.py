@@ -75,8 +75,10 @@ class Corpus:
         total = -(-(self.val.tokens - 1) // block_size)
         windows = total if n_batches is None else min(total, n_batches * batch_size)
         part = f"{windows:,} of {total:,} windows of {block_size} tokens in"
-        text = f"{self.val.bytes:,} bytes of text {self.val_sha256[:8]}"
-        return f"{part if windows < total else 'all'} {text}"
+        return (
+            f"{part if windows < total else 'all'} "
+            f"{self.val.bytes:,} bytes of text {self.val_sha256[:8]}"
+        )
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""

@@ -33,10 +33,9 @@ def cli_entrypoint(function: Callable[..., object]) -> Callable[..., object]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            # Bad input, signals, and a loss that is not finite.
-            of_all_ranks = getattr(error, "of_all_ranks", code != 1)
             replace_dead_output(ends_script=False)  # the interpreter flushes again at exit
-            if message and (is_rank_zero() or not of_all_ranks):
+            # All ranks have bad input, signals, and a loss that is not finite.
+            if message and (is_rank_zero() or not getattr(error, "of_all_ranks", code != 1)):
                 print(message, file=sys.stderr)
             sys.stdout.flush()
             sys.exit(code)
@@ -63,8 +62,9 @@ def explain(error: BaseException) -> tuple[str, int]:
 
     # Sockets raise the errors of streams, and Hydra raises built-in errors for some of its syntax:
     # the modules that raise them make the difference.
-    frames = traceback.walk_tb(error.__traceback__)
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     packages = {module.partition(".")[0] for module in (type(error).__module__, *modules[-1:])}
     is_loop = name == "RecursionError" and "hydra._internal.defaults_list" in modules
     match error:

@@ -9,6 +9,7 @@ _MODULES = {
     "find_resumed_corpus": "interpret.run_corpus",
     "final_originality": "interpret.originality",
     "hub_source": "corpora.hub_data",
+    "join_chunks": "huggingface.whole_documents",
     "load_token_bins": "corpora.token_bins",
     "plan_run": "planner.plan",
     "read_compressed": "corpora.compressed",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -26,12 +26,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Flush a file or a directory to disk, if it exists and the system supports it."""
-    with suppress(OSError):
+    with suppress(OSError), ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        stack.callback(os.close, descriptor)
+        os.fsync(descriptor)
 
 
 def read_json(file: Path) -> Any:

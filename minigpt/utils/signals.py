@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-# Windows has neither of the first two, and it alone has the third.
+# Windows has neither.
 REQUEUE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)  # before preemption, by schedulers
 # Sent twice when a terminal closes: by the shell and the system.
 HANGUP_SIGNAL: int | None = getattr(signal, "SIGHUP", None)
-BREAK_SIGNAL: int | None = getattr(signal, "SIGBREAK", None)  # Ctrl-Break
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, BREAK_SIGNAL, HANGUP_SIGNAL, REQUEUE_SIGNAL)
-END_SIGNALS = [signum for signum in _SIGNALS if signum]
+END_SIGNALS: list[int] = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGBREAK", "SIGHUP", "SIGUSR1")  # Ctrl-Break of Windows
+    if hasattr(signal, name)
+]
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL, which Windows does not define: a job script requeues on it
 
 

@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from minigpt.data import prepare as preparation
 from minigpt.data import readers
 from minigpt.data.tokenizer import token_dtype
+from minigpt.extras.huggingface import whole_documents
 from minigpt.utils.errors import UserError
 
 UNICODE = st.text(
@@ -392,7 +393,7 @@ def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(preparation, "_MAX_JOINED_CHARS", 10)
+    monkeypatch.setattr(whole_documents, "_MAX_JOINED_CHARS", 10)
     texts = [
         ("abcdef", True),
         ("ghi", False),
@@ -401,7 +402,7 @@ def test_long_documents_are_joined_up_to_a_limit(monkeypatch):
         ("t", True),
         ("u", False),
     ]
-    joined = preparation.join_chunks(
+    joined = whole_documents.join_chunks(
         (preparation.TRAIN, readers.TextChunk(*text)) for text in texts
     )
     assert [tuple(chunk) for _, chunk in joined] == [
