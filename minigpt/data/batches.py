@@ -20,11 +20,8 @@ from minigpt.utils.threads import map_in_threads
 Array = NDArray[np.int64]
 
 IGNORE_INDEX = -100  # torch's cross_entropy leaves out this target
-_FEISTEL_ROUNDS = 4
 _MAX_SHUFFLED_WINDOWS = 1024  # a Feistel network of few rounds is biased on very few windows
-_EDGE_WINDOWS = 8  # at each end of the text, between which windows overlap
 _ROWS_PER_LOOKUP = 4096  # rows whose windows are computed at a time
-_READERS = 16  # batches that are read ahead, each in a thread
 _MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk; its batches are copied to the GPU
 
 
@@ -46,7 +43,7 @@ class WindowOrder:
         # are the offsets.
         self.n_windows = 1 - (-2 * self.last_start - block_size) // (2 * block_size)
         self.overlap = (self.n_windows - 1) * block_size - self.last_start
-        self.n_edge = min(_EDGE_WINDOWS, self.n_windows - 1)
+        self.n_edge = min(8, self.n_windows - 1)  # at each end, between which windows overlap
 
     def starts(self, index: Array) -> Array:
         """Return the first token of the windows at positions `index` over all epochs, any shape."""
@@ -60,7 +57,7 @@ class WindowOrder:
     def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) to (N,)
         # The random numbers of the epoch: keys of its order, its offset, its places of overlap.
         is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
-        n_keys = self.n_windows if is_shuffled else _FEISTEL_ROUNDS
+        n_keys = self.n_windows if is_shuffled else 4  # rounds of the Feistel network
         numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
         keys = numbers[:n_keys].astype(np.uint64)
         offset, first_place, last_place = numbers[n_keys:].tolist()
@@ -204,7 +201,7 @@ class WindowReader:
         """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,)."""
         on_device = self.on_device
         if on_device is None:
-            read_ahead = map_in_threads(self._gather, batches, _READERS)
+            read_ahead = map_in_threads(self._gather, batches, threads=16)
             windows: Iterator[Tensor] = map(self._copy, read_ahead)
         else:
             windows = (on_device[self._copy(self._index(starts))].long() for starts in batches)

@@ -362,13 +362,12 @@ def read_lines(file: Path) -> Iterator[str]:
 
 def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
     for number, line in enumerate(read_lines(file), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
-        yield row_chunk(row, field, f"{file}, line {number:,}")
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
+            yield row_chunk(row, field, f"{file}, line {number:,}")
 
 
 def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextChunk | None:

@@ -27,7 +27,6 @@ META = "meta.json"
 # File of a split: where each document starts in its bytes (int64), if no token ends documents.
 STARTS = ".starts"
 SPLITS = ("train", "val")
-_MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Tokens:
         self.headers = headers or [0] * len(files)  # bytes
         sizes = np.array([file.stat().st_size for file in files]) - self.headers
         self.starts = np.cumsum([0, *sizes // self.dtype.itemsize])  # (files + 1,)
-        self.map = lru_cache(_MAX_MAPS)(self._map)
+        self.map = lru_cache(256)(self._map)  # each map has a file descriptor
         if len(files) == 1 and len(self):
             self.map(0)  # now, so that a run holds its file if it is removed later
 
