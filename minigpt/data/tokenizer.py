@@ -215,8 +215,7 @@ class BPETokenizer(Tokenizer):
         self.special = dict(special)
         self.separated = separated
         self.vocab_size = max(len(tokens), max(ids) + 1)
-        self.token_bytes = dict.fromkeys(special.values(), b"")
-        self.token_bytes |= {rank: token for token, rank in ranks.items()}
+        self.token_bytes = dict.fromkeys(special.values(), b"") | {i: t for t, i in ranks.items()}
         self.separator = np.array([special[SEPARATOR]], dtype=token_dtype(self.vocab_size))
         self._ranks = ranks
         self._local = threading.local()

@@ -12,6 +12,7 @@ _MODULES = {
     "join_chunks": "huggingface.whole_documents",
     "load_token_bins": "corpora.token_bins",
     "plan_run": "planner.plan",
+    "plays_source": "corpora.plays",
     "read_compressed": "corpora.compressed",
     "read_csv": "corpora.tables",
     "read_parquet": "corpora.tables",

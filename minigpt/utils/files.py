@@ -63,14 +63,13 @@ def checksums(files: Sequence[Path], data_folder: Path | None) -> list[str]:
             known = {**read_json(cache)}
     except (OSError, ValueError, TypeError):  # damaged, or of the user: it stays
         cache = None
-    n_cached = len(known)
     keys = [f"{file.resolve()} {file_version(file)}" for file in files]
-    for key, file in zip(keys, files, strict=True):
-        if key not in known:
-            with open(file, "rb") as content:
-                known[key] = hashlib.file_digest(content, "sha256").hexdigest()
+    missing = {key: file for key, file in zip(keys, files, strict=True) if key not in known}
+    for key, file in missing.items():
+        with open(file, "rb") as content:
+            known[key] = hashlib.file_digest(content, "sha256").hexdigest()
     is_cache = all(key.count(" ") > 3 and key[-1].isdecimal() for key in known)  # else the user's
-    if cache and len(known) > n_cached and is_cache:
+    if cache and missing and is_cache:
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, known)

