@@ -168,8 +168,9 @@ def _plan(
                 # Runs of earlier versions, which cut elsewhere, have no such entry, and so other
                 # files: they are not resumed.
                 provenance = {**provenance, "cut": "within a document"}
-    chunks = split_chunks(sources, provenance, cut)
-    texts = (chunk.text for split, chunk in chunks if split == TRAIN)
+    texts = (
+        chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN
+    )
     tokenizer = built or build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
     return tokenizer, cut, provenance
 

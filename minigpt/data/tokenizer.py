@@ -308,8 +308,10 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, values: Settings) -> "BPETokenizer":
-        texts = values["tokens"].split(" ")
-        tokens = [None if t == "-" else base64.b64decode(t, validate=True) for t in texts]
+        tokens = [
+            None if t == "-" else base64.b64decode(t, validate=True)
+            for t in values["tokens"].split(" ")
+        ]
         kinds = {(type(name), type(i)) for name, i in values["special"].items()}
         if not isinstance(values["separated"], bool) or kinds != {(str, int)}:
             raise UserError(
