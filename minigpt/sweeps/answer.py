@@ -13,38 +13,33 @@ from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, 
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
-_SEEDS = 3
-_MAX_REPEATED = 4  # combinations of settings that the command with more seeds repeats
 
 
 def answer(rows: Sequence[Row]) -> list[str]:
     """Return what the rows of `ranked` show, the most important first."""
     complete, comparison = compare_rows(rows)
-    notes = _notes(points_of(rows))
+    diverged = sum(not row.provisional for row in rows) - len(complete)
+    notes = [sentence for holds, sentence in _notes(points_of(rows), diverged) if holds]
     if not complete:
         return ["No run has completed with a loss, so nothing can be compared.", *notes]
     if reason := incomparable(rows):
         return [reason, *notes]
-    diverged = sum(not row.provisional for row in rows) - len(complete)
-    if diverged:
-        notes.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared.")
-    lowest = _lowest(complete[0], rows)
+    best = complete[0]
+    unfinished = any(row.provisional and row.losses for row in rows)
+    of = "Of the rows whose runs all completed, the" if unfinished else "The"
+    lowest = (
+        f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} "
+        f"({best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'})."
+    )
     if comparison is None or len(complete) == 1:
         reason, *advice = _unknown_noise(complete)
         return [f"{lowest} {reason}", *advice, *notes]
     return [
         f"{lowest} {_others(complete)}",
         *_settings(complete, comparison, rows),
-        *_noise(complete),
+        *(sentence for holds, sentence in _noise(complete) if holds),
         *notes,
     ]
-
-
-def _lowest(best: Row, rows: Sequence[Row]) -> str:
-    unfinished = any(row.provisional and row.losses for row in rows)
-    of = "Of the rows whose runs all completed, the" if unfinished else "The"
-    seeds = f"{best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'}"
-    return f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} ({seeds})."
 
 
 def _others(rows: Sequence[Row]) -> str:
@@ -54,11 +49,11 @@ def _others(rows: Sequence[Row]) -> str:
     if not tied:
         return "All other rows are worse." if n > 1 else "The other row is worse."
     # A tied row that costs less.
-    flops, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
+    cost, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
     most = rows[0].mean_of("flops") or 0.0
-    cheaper = ""
-    if flops < 0.9 * most:
-        cheaper = f"; {label} is one with {100 * flops / most:.0f} % of the FLOPs"
+    cheaper = (
+        f"; {label} is one with {100 * cost / most:.0f} % of the FLOPs" if cost < 0.9 * most else ""
+    )
     worse = n - len(tied)
     if worse == 0:
         others = "differences of the other rows are" if n > 1 else "difference of the other row is"
@@ -109,7 +104,7 @@ def _effect(
     # Where there are other settings, the effect is an average over theirs, with exceptions.
     on_average = " on average" if len(levels) > 1 else ""
     usual = values[best] if worse else None
-    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else []
+    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else ""
     # Describe the nearest value that is worse, or the exceptions alone, or the lack of an effect.
     if worse:
         near = worse[0]
@@ -121,9 +116,9 @@ def _effect(
             # What was tried includes runs that are not compared.
             text += _edge(float(values[best]), numbers(rows, name))
         if places:
-            text += f"; but {_some(places)}"
+            text += f"; but {places}"
     elif places:
-        text = f"{short} matters, but no effect on average is found: {_some(places)}"
+        text = f"{short} matters, but no effect on average is found: {places}"
     else:
         text = (
             f"No effect of {short} is found: {_listed(values)} differ by less than "
@@ -139,67 +134,68 @@ def _edge(best: float, tried: Sequence[float]) -> str:
     return f"; it is the {ends[best]} value, so the best may lie beyond" if best in ends else ""
 
 
-def _exceptions(
-    name: str, best: str | None, rows: Sequence[Row], comparison: Comparison
-) -> list[str]:
+def _exceptions(name: str, best: str | None, rows: Sequence[Row], comparison: Comparison) -> str:
     # The values of the other settings at which one has an effect or, given its best value, another
     # value is better.
     places: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row.label(name), []).append(i)
-    means = comparison.means
     unit = np.eye(len(rows))
     found = []
     for where, members in places.items():
-        low = min(members, key=means.__getitem__)
-        high = max(members, key=means.__getitem__)
+        low = min(members, key=comparison.means.__getitem__)
+        high = max(members, key=comparison.means.__getitem__)
         usual = next((i for i in members if rows[i].value(name) == best), high)
-        worse_by = means[usual] - means[low]
+        worse_by = comparison.means[usual] - comparison.means[low]
         margin = comparison.margin(unit[[usual]] - unit[[low]], len(rows))[0]
         if worse_by > margin:
-            pair = f"{rows[usual].value(name)} is worse than {rows[low].value(name)}"
-            found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
-    return [text for _, text in sorted(found, reverse=True)]
+            text = (
+                f"at {where}, {rows[usual].value(name)} is worse than {rows[low].value(name)} "
+                f"by {worse_by:.4f} ± {margin:.4f}"
+            )
+            found.append((worse_by, text))
+    texts = [text for _, text in sorted(found, reverse=True)]
+    if len(texts) > MAX_EXCEPTIONS:
+        texts[MAX_EXCEPTIONS:] = [f"in {len(texts) - MAX_EXCEPTIONS} more places"]
+    return _listed(texts)
 
 
-def _noise(rows: Sequence[Row]) -> list[str]:
+def _noise(rows: Sequence[Row]) -> list[tuple[object, str]]:
+    # Sentences, each with whether it holds.
     least = min((row.margin for row in rows[1:] if row.margin), default=0.0)
-    fewest = min(row.n_seeds for row in rows)
     # The row that would be the best if all continued to fall as in the last third of training.
     ends = [_later_loss(row) for row in rows]
     row = rows[int(np.argmin(ends))]
-    wins_later = ends[0] < np.inf and row is not rows[0] and not row.tied
-    sentences = [
+    return [
         (least > 0, f"Differences from the best row below {least:.4f} are within the noise."),
         (
-            fewest < LEAST_SEEDS,
+            min(row.n_seeds for row in rows) < LEAST_SEEDS,
             f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the "
             "others.",
         ),
         (
-            wins_later,
+            ends[0] < np.inf and row is not rows[0] and not row.tied,
             f"If losses fell on as in the last third of the training, {row.label()} would be at "
             f"{min(ends):.4f} after another third, and the best row at {ends[0]:.4f}: longer runs "
             "may rank it first.",
         ),
     ]
-    return [sentence for holds, sentence in sentences if holds]
 
 
 def _later_loss(row: Row) -> float:
     # The best loss after another third of the training, if it fell on as in the last; or inf.
     losses = []
     for point in row.points:
-        loss = point.loss(row.unit)
-        if loss is not None and len(point.curve) > 2:
+        if len(point.curve) > 2:
             tokens, curve = np.array(point.curve).T
-            scale = loss / (point.loss(NATS) or np.inf)
             fall = np.interp(tokens[-1] * 2 / 3, tokens, curve) - curve[-1]
+            scale = (point.loss(row.unit) or 0.0) / (point.loss(NATS) or np.inf)
             losses.append(scale * min(curve.min(), curve[-1] - fall))
     return float(np.mean(losses)) if losses else np.inf
 
 
-def _notes(points: Sequence[Point]) -> list[str]:
+def _notes(points: Sequence[Point], diverged: int) -> list[tuple[object, str]]:
+    # Sentences, each with whether it holds.
     n = len(points)
     # Runs that have not completed.
     counts = Counter(point.status for point in points if point.pending)
@@ -214,7 +210,7 @@ def _notes(points: Sequence[Point]) -> list[str]:
         if point.settings.get("minutes") and "steps" in point.totals
     )
     planned = dict.fromkeys(f"{step:,.0f}" for step in steps[:1] + steps[-1:])
-    sentences = [
+    return [
         (paused, f"{paused} of {n} runs are paused; their rows are not compared."),
         (
             counts,
@@ -232,8 +228,8 @@ def _notes(points: Sequence[Point]) -> list[str]:
             planned,
             f"minutes= planned {' to '.join(planned)} steps: rows are compared at equal time.",
         ),
+        (diverged, f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared."),
     ]
-    return [sentence for holds, sentence in sentences if holds]
 
 
 def _unknown_noise(rows: Sequence[Row]) -> list[str]:
@@ -244,47 +240,44 @@ def _unknown_noise(rows: Sequence[Row]) -> list[str]:
         return [
             "Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
         ]
-    # Repeat the best rows, as long as the product of their values holds few others.
+    # Repeat the best rows, as long as the product of their values has at most 4 combinations.
     for n in (3, 2, 1):
         values = {name: _values(rows[:n], name) for name in rows[0].short_names}
-        runs = _SEEDS * prod(map(len, values.values()))
-        if runs <= _SEEDS * _MAX_REPEATED:
+        runs = LEAST_SEEDS * prod(map(len, values.values()))
+        if runs <= 4 * LEAST_SEEDS:
             break
     # Rows of the product have one of the seeds already.
     for row in rows:
         runs -= all(row.value(name) in each for name, each in values.items())
-    text = _extend(rows, values)
-    advice = [f"Add two seeds to the best rows ({runs} runs): {text}"] if text else []
-    return ["Every row has one seed, so noise and effects cannot be told apart.", *advice]
+    return [
+        "Every row has one seed, so noise and effects cannot be told apart.",
+        *_extension(rows, values, runs),
+    ]
 
 
-def _extend(rows: Sequence[Row], values: Mapping[str, Sequence[str]]) -> str:
-    # The command that adds points to the grid of the rows; empty for other runs.
+def _extension(rows: Sequence[Row], values: Mapping[str, Sequence[str]], runs: int) -> list[str]:
+    # The command that adds points to the grid of the rows; none for other runs.
     first = rows[0].points[0]
     settings = {
         name: ",".join(values.get(name.lstrip("+"), [value]))
         for name, value in first.overrides.items()
     }
     start = int(first.seed) if first.seed.isdecimal() else 1
-    settings["seed"] = ",".join(str(start + i) for i in range(_SEEDS))
+    settings["seed"] = ",".join(str(start + i) for i in range(LEAST_SEEDS))
     # Only of dicts, and of settings that act again, the order has an effect.
     ordered = any("#" in name or "{" in value for name, value in settings.items())
     folder, *others = {point.folder.parent for point in points_of(rows)}
-    is_grid = (folder / PLAN).exists() and settings.get("+sweep") != "search"
-    if ordered or others or not is_grid:
-        return ""
-    line = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
-    return command(
-        "train", "-m", *line, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto"
+    if ordered or others or settings.get("+sweep") == "search" or not (folder / PLAN).exists():
+        return []
+    line = command(
+        "train",
+        "-m",
+        *(name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()),
+        f"hydra.sweep.dir={quote_path(short_path(folder))}",
+        "resume=auto",
     )
-
-
-def _some(parts: Sequence[str]) -> str:
-    more = len(parts) - MAX_EXCEPTIONS
-    if more > 0:
-        parts = [*parts[:MAX_EXCEPTIONS], f"in {more} more places"]
-    return _listed(parts)
+    return [f"Add two seeds to the best rows ({runs} runs): {line}"]
 
 
 def _listed(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))

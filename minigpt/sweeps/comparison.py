@@ -65,8 +65,7 @@ class Comparison:
 
     def against(self, row: int) -> tuple[Array, Array]:
         # The differences of all rows from one, and half of their intervals.  (R,), (R,)
-        contrasts = np.eye(len(self.means))
-        contrasts[:, row] -= 1
+        contrasts = np.eye(len(self.means)) - np.eye(len(self.means))[row]
         return contrasts @ self.means, self.margin(contrasts, len(self.means))
 
 

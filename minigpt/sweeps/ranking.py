@@ -6,7 +6,7 @@ A row is of the points that differ only in their seed; `compare_rows` tests thei
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import accumulate, chain, combinations
 from math import inf, isfinite, nan
 from statistics import mean, median
 
@@ -27,6 +27,7 @@ class Row:
             default.
         unit: unit of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
+        rank: from 1; empty without a loss, and for all rows if they are `incomparable`.
         adjusted: mean loss as if the row had the seeds of all rows; None if it is not compared.
         interval: half of the 95 % interval of the mean loss over seeds; None if the noise is
             unknown.
@@ -48,7 +49,7 @@ class Row:
     Methods:
         in_unit: the row with losses in a unit; intervals are in that of the ranking only.
         mean_of: mean of one of the `TOTALS` over the points that have it.
-        number: the value of a setting, if it is a finite number.
+        number: the value of a setting as a float; NaN if it is not a number.
         value: the value of a setting; "default" for a group that was not given.
         label: the overrides by short name, except `without`; the folder of a run without any.
     """
@@ -57,6 +58,7 @@ class Row:
     points: Sequence[Point]
     unit: str
     short_names: Mapping[str, str]
+    rank: str = ""
     adjusted: float | None = None
     interval: float | None = None
     difference: float | None = None
@@ -107,15 +109,13 @@ class Row:
         return replace(row, adjusted=row.loss * self.adjusted / raw)
 
     def mean_of(self, total: str) -> float | None:
-        values = [point.totals.get(total) for point in self.points]
-        return _mean([value for value in values if value])
+        return _mean([point.totals[total] for point in self.points if point.totals.get(total)])
 
-    def number(self, name: str) -> float | None:
+    def number(self, name: str) -> float:
         try:
-            value = float(self.overrides.get(name, inf))
+            return float(self.overrides.get(name, nan))
         except ValueError:
-            return None
-        return value if isfinite(value) else None
+            return nan
 
     def value(self, name: str) -> str:
         return self.overrides.get(name, "default")
@@ -154,9 +154,8 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     texts: dict[tuple[str, str], str | None] = {}
     rows = []
     for group in groups.values():
-        first = group[0]
         known = {
-            name: texts.setdefault((name, repr(first.value(name))), first.text(name))
+            name: texts.setdefault((name, repr(group[0].value(name))), group[0].text(name))
             for name in names
         }
         overrides = {name: text for name, text in known.items() if text is not None}
@@ -164,21 +163,28 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     # Of rows that are compared, the ranks are by their adjusted means.
     complete, comparison = compare_rows(rows)
-    if comparison is None:
-        return rows
-    differences, margins = comparison.against(int(np.argmin(comparison.means)))
-    compared = [
-        replace(
-            row,
-            adjusted=float(comparison.means[i]),
-            interval=float(comparison.interval[i]),
-            difference=float(differences[i]),
-            margin=float(margins[i]),
-        )
-        for i, row in enumerate(complete)
+    if comparison is not None:
+        differences, margins = comparison.against(int(np.argmin(comparison.means)))
+        compared = [
+            replace(
+                row,
+                adjusted=float(comparison.means[i]),
+                interval=float(comparison.interval[i]),
+                difference=float(differences[i]),
+                margin=float(margins[i]),
+            )
+            for i, row in enumerate(complete)
+        ]
+        rows = [
+            *sorted(compared, key=lambda row: row.loss or 0.0),
+            *(row for row in rows if row not in complete),
+        ]
+    # Rows without a loss have no rank, nor has any if their losses do not compare.
+    reason = incomparable(rows)
+    return [
+        replace(row, rank="" if reason or not row.losses else str(rank))
+        for rank, row in enumerate(rows, 1)
     ]
-    others = [row for row in rows if row not in complete]
-    return sorted(compared, key=lambda row: row.loss or 0.0) + others
 
 
 def _names(points: Sequence[Point]) -> list[str]:
@@ -206,18 +212,18 @@ def points_of(rows: Iterable[Row]) -> list[Point]:
 
 
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
-    """Return the rows whose runs all completed and did not diverge, and their comparison.
+    """Return the rows whose runs all completed, and their comparison, without diverged rows.
 
-    The comparison is None if their seeds allow none.
+    The comparison is None if the rows are `incomparable` or their seeds allow none.
     """
-    # Rows of diverged runs are left out, if their losses are far above the best.
     complete = [row for row in rows if not row.provisional]
-    highest = DIVERGED * min((row.loss or 0.0 for row in complete), default=0.0)
+    if not complete or incomparable(rows):
+        return complete, None
+    # Rows of diverged runs are left out, if their losses are far above the best.
+    highest = DIVERGED * min(row.loss or 0.0 for row in complete)
     for row in complete[:]:
         if (row.loss or 0.0) > highest and any(point.diverged for point in row.points):
             complete.remove(row)
-    if not complete or incomparable(rows):
-        return complete, None
     seeds = list(dict.fromkeys(point.seed for point in points_of(complete)))
     losses = np.full((len(complete), len(seeds)), nan)  # (R, S)
     for i, row in enumerate(complete):
@@ -234,12 +240,11 @@ def incomparable(rows: Sequence[Row]) -> str:
         if point.validated and point.loss(rows[0].unit) is not None
     }
     if len(parts) > 1:
-        of_windows = " windows " in "".join(parts)
-        advice = "; eval_batches=null validates on the whole split" if of_windows else ""
         which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
+        whole = "; eval_batches=null validates on the whole split"
         return (
             f"The runs were validated on different texts ({which}), so their losses are not "
-            f"comparable{advice}."
+            f"comparable{whole if ' windows ' in ''.join(parts) else ''}."
         )
     for row in rows:
         completed = [
@@ -275,17 +280,14 @@ def highest_converged(losses: Sequence[float]) -> float:
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the (cost, loss) pairs that no other pair dominates, cheapest first."""
-    front: list[tuple[float, float]] = []
-    for cost, loss in sorted(points):
-        if not front or loss < front[-1][1]:
-            front.append((cost, loss))
-    return front
+    ordered = sorted(points)
+    lowest = [inf, *accumulate((loss for _, loss in ordered), min)]  # before each pair
+    return [pair for pair, low in zip(ordered, lowest, strict=False) if pair[1] < low]
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:
     """Return the numbers that a setting takes, in order."""
-    values = {row.number(name) for row in rows}
-    return sorted(value for value in values if value is not None)
+    return sorted({row.number(name) for row in rows if isfinite(row.number(name))})
 
 
 def count_text(counts: Mapping[str, int]) -> str:

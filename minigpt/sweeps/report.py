@@ -20,7 +20,7 @@ from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
-from minigpt.sweeps.ranking import Row, incomparable, numbers, points_of, ranked
+from minigpt.sweeps.ranking import Row, numbers, points_of, ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
@@ -97,7 +97,7 @@ def print_table(rows: Sequence[Row]) -> None:
     A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit;
     the files have all.
     """
-    best = None if incomparable(rows) else rows[0]
+    best = rows[0] if rows[0].rank else None
     folders = [point.folder.parent for point in points_of(rows)]
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
     _print_fitting_columns(rows, best)
@@ -112,10 +112,9 @@ def print_table(rows: Sequence[Row]) -> None:
         )
     if best and best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
-    if best and best.losses:
+    if best:
         unit = " bits/byte" if best.unit == BITS else ""
-        lowest = min(best.losses)
-        run = next(point for point in best.points if point.loss(best.unit) == lowest)
+        run = next(point for point in best.points if point.loss(best.unit) == min(best.losses))
         print(f"best     {_format_loss(best, best.unit)}{unit}: {sanitize_line(best.label())}")
         print(f"run      {_display(run.folder)}")
 
@@ -125,8 +124,12 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
 
     # A file or a pipe is as wide as any row.
     header, cells = _table(rows)
-    width = None if sys.stdout.isatty() else 100_000
-    screen = console.Console(width=width, markup=False, highlight=False, emoji=False)
+    page = console.Console(
+        width=None if sys.stdout.isatty() else 100_000,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
     # What a reader misses least is left out first; a status that all rows have, before that.
     completed = all(row.status == COMPLETED for row in rows)
     shown = dict.fromkeys(header)
@@ -148,23 +151,29 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
                 *(cell for name, cell in zip(header, line, strict=True) if name in shown),
                 style=style if row.losses else "dim",
             )
-        needed = screen.measure(grid, options=screen.options.update(width=100_000))
-        if needed.maximum <= screen.width:
+        if page.measure(grid, options=page.options.update(width=100_000)).maximum <= page.width:
             break
-    screen.print(grid)
+    page.print(grid)
 
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    names = rows[0].short_names
     compared = any(row.margin for row in rows)
     differences = ["from the best"] if compared else []
-    header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status"]
+    header = [
+        "#",
+        *rows[0].short_names.values(),
+        "val loss",
+        *differences,
+        "bits/byte",
+        "params",
+        "status",
+    ]
     cells = []
-    for rank, row in zip(_ranks(rows), rows, strict=True):
+    for row in rows:
         params = row.mean_of("params")
         line = [
-            f"{rank}*" if rank and row.provisional else rank,
-            *map(row.value, names),
+            f"{row.rank}*" if row.rank and row.provisional else row.rank,
+            *map(row.value, row.short_names),
             _format_loss(row, NATS),
             *([_format_difference(row)] if compared else []),
             _format_loss(row, BITS),
@@ -175,24 +184,19 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [sanitize_line(name) for name in header], cells
 
 
-def _ranks(rows: Sequence[Row]) -> list[str]:
-    # Rows without a loss have no rank, nor has any if their losses do not compare.
-    reason = incomparable(rows)
-    return [str(rank) if row.losses and not reason else "" for rank, row in enumerate(rows, 1)]
-
-
 def _write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     header, cells = _table(rows)
-    bullets = [f"- {_escape(sentence)}" for sentence in sentences]
-    table = [" | ".join(map(_escape, line)) for line in (header, ["---"] * len(header), *cells)]
+    table = [
+        f"| {' | '.join(map(_escape, line))} |" for line in (header, ["---"] * len(header), *cells)
+    ]
     text = [
         f"# {_escape(sanitize_line(title))}",
         "",
-        *bullets,
+        *(f"- {_escape(sentence)}" for sentence in sentences),
         "",
         f"![the runs of the sweep]({PLOT})",
         "",
-        *(f"| {line} |" for line in table),
+        *table,
         "",
     ]
     with atomic_write(file) as partial:
@@ -206,10 +210,9 @@ def _escape(text: str) -> str:
 
 def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked rows, with intervals and differences in the ranking's unit."""
-    names = rows[0].short_names
     header = [
         "rank",
-        *names,
+        *rows[0].short_names,
         "val_loss",
         "val_bits_per_byte",
         "interval",
@@ -221,29 +224,46 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
         "status",
         "reason",
     ]
-    table = [
+    _write_csv(
+        file,
+        header,
         [
-            rank,
-            *map(row.overrides.get, names),
-            row.in_unit(NATS).loss,
-            row.in_unit(BITS).loss,
-            row.interval,
-            row.difference,
-            row.margin,
-            "" if row.margin is None else row.tied,
-            row.n_seeds,
-            *map(row.mean_of, _COSTS),
-            row.status,
-            row.reason,
-        ]
-        for rank, row in zip(_ranks(rows), rows, strict=True)
-    ]
-    _write_csv(file, [header, *table])
+            [
+                row.rank,
+                *map(row.overrides.get, row.short_names),
+                row.in_unit(NATS).loss,
+                row.in_unit(BITS).loss,
+                row.interval,
+                row.difference,
+                row.margin,
+                "" if row.margin is None else row.tied,
+                row.n_seeds,
+                *map(row.mean_of, _COSTS),
+                row.status,
+                row.reason,
+            ]
+            for row in rows
+        ],
+    )
 
 
 def write_runs(file: Path, rows: Sequence[Row]) -> None:
     """Write `runs.csv`: every run, in the order of the rows."""
-    table: list[list[object]] = [
+    table: list[list[object]] = []
+    for row in rows:
+        table += [
+            [
+                *map(row.overrides.get, row.short_names),
+                point.seed,
+                *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
+                point.status,
+                point.reason,
+                point.folder,
+            ]
+            for point in row.points
+        ]
+    _write_csv(
+        file,
         [
             *rows[0].short_names,
             "seed",
@@ -254,39 +274,29 @@ def write_runs(file: Path, rows: Sequence[Row]) -> None:
             "status",
             "reason",
             "folder",
-        ]
-    ]
-    for row in rows:
-        for point in row.points:
-            table.append(
-                [
-                    *map(row.overrides.get, rows[0].short_names),
-                    point.seed,
-                    *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
-                    point.status,
-                    point.reason,
-                    point.folder,
-                ]
-            )
-    _write_csv(file, table)
+        ],
+        table,
+    )
 
 
-def _write_csv(file: Path, table: Sequence[Sequence[object]]) -> None:
+def _write_csv(file: Path, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     with (
         atomic_write(file) as partial,
         open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened,
     ):
-        csv.writer(opened).writerows(table)
+        csv.writer(opened).writerows([header, *lines])
 
 
 def publish(folder: Path, sentences: Sequence[str], wandb_config: DictConfig) -> None:
     """Log the report of a sweep to a run of its own in the sweep's W&B group, by `logger.wandb`."""
     from minigpt.runs.trainer import instantiate_group  # imports Lightning, as the logger
 
-    settings = wandb_config.copy()
-    with open_dict(settings):
-        settings.update(folder=str(folder), name=f"{folder.name} summary", resume="allow")
+    with open_dict(wandb_config):
+        settings = OmegaConf.merge(
+            wandb_config,
+            {"folder": str(folder), "name": f"{folder.name} summary", "resume": "allow"},
+        )
     # Resolved once: a `${…}` that is left is a text.
     resolved = {"wandb": OmegaConf.to_container(settings, resolve=True)}
     for logger in instantiate_group("logger", resolved):  # on rank 0
@@ -330,11 +340,10 @@ def _full_name(rows: Sequence[Row], along: str) -> str:
 def _format_loss(row: Row, unit: str) -> str:
     # In the unit of the ranking, the mean loss has its interval and the number of runs.
     text = row.in_unit(unit).loss_text
-    known = len(row.losses)
-    runs = len(row.points)
-    if unit != row.unit or known == 0 or runs == 1:
+    if unit != row.unit or not row.losses or len(row.points) == 1:
         return text
-    return f"{text} ({known} runs)" if known == runs else f"{text} ({known} of {runs} runs)"
+    of_all = "" if len(row.losses) == len(row.points) else f" of {len(row.points)}"
+    return f"{text} ({len(row.losses)}{of_all} runs)"
 
 
 def _format_difference(row: Row) -> str:

@@ -104,8 +104,7 @@ class Point:
 
     @cached_property
     def row(self) -> str:
-        given = self.settings or self.written
-        settings = {name: value for name, value in given.items() if name != "seed"}
+        settings = {k: v for k, v in (self.settings or self.written).items() if k != "seed"}
         # A reference is what it refers to; a reference to the seed stays.
         referred = {f"${{{name}}}": value for name, value in settings.items()}
         values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
@@ -156,7 +155,12 @@ def read_sweep(folder: Path) -> list[Point]:
         points = [replace(point, overrides={**shared, **point.overrides}) for point in points]
     else:
         points = [
-            _read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))
+            Point(
+                file.parents[1],
+                _read_or_warn(_read_overrides, file),
+                settings=_read_or_warn(_read_settings, file.with_name("config.yaml")),
+            )
+            for file in sorted(folder.rglob(".hydra/overrides.yaml"))
         ]
     if not points:
         raise UserError(f"{folder} holds no runs; {advice}")
@@ -219,9 +223,10 @@ def refresh(point: Point) -> Point:
     measured = _read_or_warn(_measure, folder / METRICS)
     measured["totals"] = {**point.totals, **measured.get("totals", {}), **_finite(summary)}
     if corpus := summary.get("corpus_sha256"):
-        weights = (summary.get("init_from") or {}).get("sha256")
         measured["provenance_checksum"] = provenance_checksum(
-            corpus, weights, summary.get("resumed_from")
+            corpus,
+            (summary.get("init_from") or {}).get("sha256"),
+            summary.get("resumed_from"),
         )
     return replace(
         point,
@@ -305,8 +310,11 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    known = {name: values[name] for name in TOTALS if is_number(values.get(name))}
-    return {name: value for name, value in known.items() if abs(value) < 1e300}
+    return {
+        name: values[name]
+        for name in TOTALS
+        if is_number(values.get(name)) and abs(values[name]) < 1e300
+    }
 
 
 def _planned(folder: Path, shared: Values, entry: Values) -> Point:
@@ -325,15 +333,8 @@ def _planned(folder: Path, shared: Values, entry: Values) -> Point:
     )
     # A point without settings did not compose.
     own = point.written if entry["settings"] is None else entry["settings"]
-    settings = {**shared, **own}
-    return replace(point, settings={key: current(value) for key, value in settings.items()})
-
-
-def _read_run(folder: Path) -> Point:
-    return Point(
-        folder,
-        _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml"),
-        settings=_read_or_warn(_read_settings, folder / ".hydra/config.yaml"),
+    return replace(
+        point, settings={key: current(value) for key, value in {**shared, **own}.items()}
     )
 
 
@@ -351,8 +352,10 @@ def _read_overrides(file: Path) -> dict[str, str]:
     overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
     if not isinstance(overrides, list):
         raise ValueError("it must be a list")
-    named = by_name([text for text in overrides if is_relevant(text)])
-    return {name: text.partition("=")[2] for name, text in named.items()}
+    return {
+        name: text.partition("=")[2]
+        for name, text in by_name(list(filter(is_relevant, overrides))).items()
+    }
 
 
 def _read_or_warn(read: Callable[[Path], Values], file: Path) -> Values:

@@ -5,19 +5,17 @@ Text from files goes through `_escape` on its way into a plot.
 
 from collections import Counter
 from collections.abc import Sequence
-from math import inf, nan, prod
+from math import inf, isfinite, nan, prod
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from minigpt.sweeps.ranking import (
     Row,
     count_text,
     highest_converged,
-    incomparable,
     numbers,
     pareto_front,
     points_of,
@@ -26,8 +24,6 @@ from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
-MAX_NAMES = 20  # rows of a plot by name
-MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
 
 
 def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -> Figure:
@@ -45,56 +41,56 @@ def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -
         _plot_cost(params, measured, "params", "parameters N")
         _plot_cost(flops, measured, "flops", "training FLOPs C")
     counts = count_text(Counter(point.status for point in points_of(rows)))
-    warning = "; losses not comparable" if incomparable(rows) else ""
+    warning = "; losses not comparable" if measured and not measured[0].rank else ""
     figure.suptitle(_escape(f"{title}: {counts}{warning}", 120), fontsize=14)
     return figure
 
 
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
-    # A heat map of two numeric settings, lines over one, or else the best rows by name.
+    # A heat map of two numeric settings, lines over one, or else the best 20 rows by name.
     values = {name: numbers(rows, name) for name in rows[0].short_names}
     numeric = [name for name in values if len(values[name]) > 1 and _is_numeric(rows, name)]
-    if along is None and len(numeric) == 1:
-        lines = {row.label(numeric[0]) for row in rows}
-        along = numeric[0] if len(lines) <= MAX_LABELED else None
-    if along is not None:
-        _plot_lines(panel, rows, along)
+    few_lines = len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED
+    if along or few_lines:
+        _plot_lines(panel, rows, along or numeric[0])
     elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
         _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
-        _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    compared = any(row.interval is not None for row in rows)
-    seeds = ", mean and 95 % interval over seeds" if compared else ""
+        _plot_names(panel, [row for row in rows if row.losses][:20])
+    seeds = "" if rows[0].interval is None else ", mean and 95 % interval over seeds"
     panel.set_title(f"best validation loss{seeds}")
 
 
 def _is_numeric(rows: Sequence[Row], name: str) -> bool:
-    return all(row.number(name) is not None for row in rows)
+    return all(isfinite(row.number(name)) for row in rows)
 
 
 def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
     # One cell per pair of values; of two rows in a cell, the better is shown.
     columns = numbers(rows, x)
     lines = numbers(rows, y)
-    cells = {(float(row.value(y)), float(row.value(x))): row for row in reversed(rows)}
+    cells = {
+        (lines.index(float(row.value(y))), columns.index(float(row.value(x)))): row
+        for row in reversed(rows)
+    }
     losses = np.full((len(lines), len(columns)), nan)
     # The mean loss and the status in each cell, the best in bold, those tied with it hatched.
-    for (line, column), row in cells.items():
-        i = lines.index(line)
-        j = columns.index(column)
+    for (i, j), row in cells.items():
         losses[i, j] = row.loss  # NumPy stores None as nan
         text = row.loss_text.replace(" ", "\n", 1) if row.losses else ""
         if row.status != COMPLETED:
             text += "\n" + _escape(row.status).replace(", ", "\n")
         if row.tied and row is not rows[0]:
-            panel.add_patch(
-                Rectangle(
-                    (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0
-                )
+            panel.bar(j, 1, 1, i - 0.5, fill=False, hatch="//", edgecolor="0.5", linewidth=0)
+        if len(cells) <= 64:  # more texts would overlap
+            panel.text(
+                j,
+                i,
+                text.lstrip("\n"),
+                ha="center",
+                va="center",
+                weight="bold" if row is rows[0] else "normal",
             )
-        if len(cells) <= MAX_ANNOTATED:
-            weight = "bold" if row is rows[0] else "normal"
-            panel.text(j, i, text.lstrip("\n"), ha="center", va="center", weight=weight)
     # The colors below the texts, and the axes.
     image = panel.imshow(
         losses,
@@ -104,32 +100,42 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         aspect="auto",
         vmax=highest_converged(losses[np.isfinite(losses)].tolist()),
     )
-    panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
-    panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
     tied = "  (hatched: tied with the best)" if any(row.tied for row in rows[1:]) else ""
-    panel.set(xlabel=_escape(x) + tied, ylabel=_escape(y))
+    panel.set(
+        xlabel=_escape(x) + tied,
+        ylabel=_escape(y),
+        xticks=range(len(columns)),
+        yticks=range(len(lines)),
+        xticklabels=map("{:g}".format, columns),
+        yticklabels=map("{:g}".format, lines),
+    )
     panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
 
 
 def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     # One line per combination of the other settings, that of the best run first.
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, half of its interval)
-    for row in rows:
-        value = row.number(along)
-        if row.loss is not None and value is not None:
-            lines.setdefault(row.label(along), []).append((value, row.loss, row.interval or nan))
+    shown = [row for row in rows if row.losses and isfinite(row.number(along))]
+    for row in shown:
+        lines.setdefault(row.label(along), []).append(
+            (row.number(along), row.loss or 0.0, row.interval or nan)
+        )
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, intervals = zip(*sorted(line), strict=True)
-        label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
         panel.errorbar(
-            xs, losses, intervals, label=label, color=_rank_color(rank), marker="o", capsize=3
+            xs,
+            losses,
+            intervals,
+            label=_escape(name) if rank < MAX_LABELED and len(lines) > 1 else None,
+            color=_rank_color(rank),
+            marker="o",
+            capsize=3,
         )
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
     values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
-    shown = [row.loss for row in rows if row.number(along) is not None]
-    _finish(panel, [loss for loss in shown if loss is not None])
+    _finish(panel, [row.loss or 0.0 for row in shown])
 
 
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
@@ -144,8 +150,12 @@ def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
             fontsize=8,
             transform=panel.get_yaxis_transform(),
         )
-    panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
-    panel.set(ylim=(len(rows) - 0.5, -0.8), xlabel=f"best validation loss ({rows[0].unit})")
+    panel.set(
+        xlabel=f"best validation loss ({rows[0].unit})",
+        yticks=range(len(rows)),
+        yticklabels=[f"{row.loss:.4f}" for row in rows],
+        ylim=(len(rows) - 0.5, -0.8),
+    )
 
 
 def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
@@ -161,13 +171,12 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
                 [at for at, _ in point.curve],
                 losses,
                 marker="." if len(losses) == 1 else None,
-                label=label,
+                label=label if point is row.points[0] else None,  # one entry for all seeds
                 color=_rank_color(rank),
                 linewidth=2.5 if rank == 0 else 1.2,
                 linestyle="-" if row.status == COMPLETED else ":",
                 zorder=3 - rank / len(rows),
             )
-            label = None  # one entry in the legend for all seeds
             ends += losses[1:] or losses
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(
@@ -180,8 +189,11 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
 
 def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
-    found = [(row.mean_of(cost), row.loss, row.interval or nan) for row in rows]
-    known = [(x, loss, interval) for x, loss, interval in found if x and loss]
+    known = [
+        (row.mean_of(cost), row.loss, row.interval or nan)
+        for row in rows
+        if row.mean_of(cost) and row.loss
+    ]
     if not known:
         return
     costs, losses, intervals = zip(*known, strict=True)
@@ -208,11 +220,12 @@ def _finish(panel: Axes, losses: Sequence[float], legend_beside: bool = True) ->
         panel.set_ylim(min(losses) - margin, highest + margin)
         panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
     panel.grid(alpha=0.3)
-    labels = panel.get_legend_handles_labels()[1]
-    if labels and legend_beside:
-        panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    elif labels:
-        panel.legend(fontsize=8, loc="upper right")
+    if panel.get_legend_handles_labels()[1]:
+        panel.legend(
+            fontsize=8,
+            loc="upper left" if legend_beside else "upper right",
+            bbox_to_anchor=(1, 1),
+        )
 
 
 def _rank_color(rank: int) -> str:
