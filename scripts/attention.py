@@ -54,7 +54,7 @@ def main() -> None:
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.extras.interpret import attention_plots, heads
     from minigpt.extras.interpret.run_corpus import validation_batches
-    from minigpt.sampling.detokenizer import token_pieces
+    from minigpt.extras.interpret.token_pieces import token_pieces
     from minigpt.sampling.sample_cli import read_prompt
 
     pretrained = find_pretrained(args.run)

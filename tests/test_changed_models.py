@@ -25,7 +25,7 @@ from minigpt.model.ops import ACTIVATIONS
 from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw
-from minigpt.sampling.generation import generate, make_decoder, score, stream
+from minigpt.sampling.generation import decoder_class, generate, score, stream
 from minigpt.sampling.settings import SamplingSettings
 from minigpt.utils.errors import UserError
 
@@ -147,7 +147,7 @@ COMPILED = pytest.mark.xdist_group("compiled")  # one worker imports torch's com
 def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how: str):
     make_new, options = (CHANGES | PLAIN)[how], {"num_samples": 2, "seed": 3, "top_k": 7}
     model = make_new(rope())
-    assert type(make_decoder(model)) is (FastDecoder if how in PLAIN else Decoder)
+    assert decoder_class(model) is (FastDecoder if how in PLAIN else Decoder)
     found = [sample.tokens for sample in generate(model, PROMPTS, max_new_tokens=8, **options)]
     assert found == expected(model, PROMPTS, 8, **options)
     assert len(generate(model, [3] * 30, max_new_tokens=2 * BLOCK)[0].tokens) == 2 * BLOCK
@@ -169,7 +169,7 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
     prompts = [*PROMPTS, [3] * 30]
     before = generate(model, prompts, **options)
     model.blocks[0].register_forward_hook(lambda module, args, x: x)
-    assert type(make_decoder(model)) is Decoder
+    assert decoder_class(model) is Decoder
     for one, other in zip(before, generate(model, prompts, **options), strict=True):
         assert one.tokens == other.tokens
         torch.testing.assert_close(

@@ -35,16 +35,6 @@ EVERY = {
         "qk_norm": True,
     },
 }
-VISITS = [
-    (0, 3, 30),
-    (2, 25, 4),
-    (2, 1, 9),
-    (5, 16, 60),
-    (7, 2, 0),
-    (20, 9, 30),
-    (80, 16, 3),
-    (80, 1, 50),
-]
 
 
 KINDS = (FastDecoder, GraphDecoder)  # on a CPU, GraphDecoder runs the steps that it would record
@@ -53,15 +43,13 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @kinds
 @pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
-def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_leave(
+def test_samples_of_a_batch_have_the_logits_of_gpt_forward(
     changes: dict[str, Any], kind: type[FastDecoder]
 ):
     model, texts, lengths = make(**changes), [tokens(n + 7) for n in (3, 1, 9)], (3, 1, 9)
     before = copy.deepcopy(model)
     for text, n, logits in zip(texts, lengths, decode(model, texts, lengths, kind), strict=True):
         close(model, logits, model(torch.tensor([text]))[0, n - 1 :])
-    for text, n, logits in join_and_leave(model, VISITS, kind(model)):
-        close(model, logits, as_alone(model, text, n))
     assert all(
         map(
             torch.equal,
@@ -110,9 +98,6 @@ def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], kind: typ
     block_size=st.integers(1, 9),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     steps=st.integers(0, 25),
-    visits=st.lists(
-        st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5
-    ),
     kind=st.sampled_from(KINDS),
 )
 def test_any_architecture_decodes_any_prompts_as_gpt_forward(
@@ -120,7 +105,6 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(
     block_size: int,
     lengths: list[int],
     steps: int,
-    visits: list[tuple[int, int, int]],
     kind: type[FastDecoder],
 ):
     # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
@@ -128,73 +112,11 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(
         **{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size
     ).double()
     texts = [tokens(n + steps) for n in lengths]
-    together = zip(texts, lengths, decode(model, texts, lengths, kind), strict=True)
-    for text, n, logits in [*together, *join_and_leave(model, visits, kind(model))]:
+    for text, n, logits in zip(texts, lengths, decode(model, texts, lengths, kind), strict=True):
         # In 64 bits but for the sines of rotary positions.
         assert_near(
             logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32
         )
-
-
-@architectures
-@pytest.mark.parametrize("block_size", [1, 7])
-def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(
-    settings: dict[str, Any], block_size: int
-):
-    model = make(**settings, block_size=block_size)
-    for text, n, logits in join_and_leave(model, VISITS, Decoder(model)):
-        close(model, logits, as_alone(model, text, n))
-
-
-@kinds
-def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastDecoder]):
-    model = make(position="rope", tie_embeddings=False)
-    model.wte.weight[22] = float("nan")
-    decoder = kind(model)
-    for prompt in ([1] * 12, [22] * 14):
-        decoder.add(prompt)
-    assert decoder.step(torch.tensor([1, 22])).isnan().any(dim=1).tolist() == [False, True]
-    decoder.drop(1)
-    # In the row of the NaN, shorter than the other sample: its older slots are masked
-    decoder.add([1, 2])
-    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
-    decoder.drop(1)
-    decoder.add([22] * 14)
-    # The window moves to the front of the cache again and again, with NaN in one row
-    for _ in range(60):
-        decoder.step(torch.tensor([1, 22]))
-    decoder.drop(1)
-    for _ in range(20):
-        decoder.step(torch.tensor([1]))
-    decoder.add([1, 2])
-    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
-
-
-def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_joins():
-    """A CUDA graph has fixed addresses; on a CPU the same step would work with others too."""
-    decoder = GraphDecoder(make(smear=2, ngram=3), [[1, 2, 3], [4]], 1, 20)
-    recorded: Any = decoder._step
-
-    def addresses() -> list[int]:
-        inputs = (recorded.inputs.last_embeddings, recorded.inputs.last_tokens)
-        return [x.data_ptr() for x in (*inputs, *recorded.layers, recorded.tokens, recorded.slot)]
-
-    before = addresses()
-    decoder.drop(0)
-    decoder.add([5, 6])
-    decoder.step(torch.tensor([4, 6]))
-    assert decoder._step is recorded
-    assert addresses() == before
-
-
-@kinds
-def test_a_sample_that_joins_and_leaves_between_two_steps_changes_no_other(kind: type[FastDecoder]):
-    alone, visited = (kind(make(smear=2, ngram=3), [[1, 2, 3], [4]], 1, 20) for _ in range(2))
-    visited.add([5, 6])
-    visited.drop(2)
-    for token in (7, 8):
-        expected = alone.step(torch.tensor([token, token]))
-        assert_near(visited.step(torch.tensor([token, token])), expected, terms=16)
 
 
 @architectures
@@ -252,45 +174,14 @@ def decode(
     model: GPT,
     texts: list[list[int]],
     lengths: Sequence[int],
-    kind: type[FastDecoder] = FastDecoder,
+    kind: type[Decoder] = FastDecoder,
 ) -> Tensor:
     """The logits (B, 1 + following, V) after the prompt of each text, its first tokens, and after each that follows."""
     pairs = list(zip(texts, lengths, strict=True))
     steps = torch.tensor([text[n:] for text, n in pairs]).long().T  # (steps, B)
     decoder = kind(model, [text[:n] for text, n in pairs], 1, len(steps) + 1)
-    return torch.stack(
-        [decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1
-    )
-
-
-def join_and_leave(
-    model: GPT, visits: list[tuple[int, int, int]], decoder: Decoder | FastDecoder
-) -> list[tuple[list[int], int, Tensor]]:
-    """The text, the length of its prompt and the logits of samples that join at a step with a
-    prompt of n tokens and
-    leave after m more: `visits` are (step, n, m)."""
-    texts = [tokens(n + m) for _, n, m in visits]
-    found: list[list[Tensor]] = [[] for _ in visits]
-    rows = list[int]()
-    for step in range(max((start + m + 1 for start, _, m in visits), default=0)):
-        for i, (start, n, _) in enumerate(visits):
-            if start == step:
-                decoder.add(texts[i][:n])
-                rows.append(i)
-        if rows:
-            logits = decoder.step(
-                torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows])
-            )
-        for row in reversed(range(len(rows))):
-            found[rows[row]].append(logits[row].clone())
-            if len(found[rows[row]]) == visits[rows[row]][2] + 1:
-                decoder.drop(row)
-                rows[row] = rows[-1]
-                rows.pop()
-    return [
-        (text, n, torch.stack(logits))
-        for text, (_, n, _), logits in zip(texts, visits, found, strict=True)
-    ]
+    last = torch.tensor([text[n - 1] for text, n in pairs])
+    return torch.stack([decoder.step(step).clone() for step in (last, *steps)], dim=1)
 
 
 def as_alone(model: GPT, text: list[int], n: int) -> Tensor:

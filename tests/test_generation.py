@@ -407,10 +407,7 @@ def test_a_model_may_exclude_tokens(options: dict[str, Any]):
 def test_nan_logits_raise_an_error_at_their_step(
     n_before: int, kind: type, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        "minigpt.sampling.generation.make_decoder",
-        kind if kind is not Decoder else lambda *args: kind(*args[:3]),
-    )
+    monkeypatch.setattr("minigpt.sampling.generation.decoder_class", lambda model: kind)
     model = make(position="rope", tie_embeddings=False)
     text = [3, *generate(model, [3], max_new_tokens=3, **options)[0].tokens]
     at = next(i for i in range(n_before, 4) if text[i] not in text[:i])

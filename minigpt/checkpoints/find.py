@@ -40,8 +40,10 @@ def find_checkpoint(
         folder = run_folder(path) if path.is_file() else path
         snapshots = find_snapshots(folder)
         if step not in snapshots:
-            steps = ", ".join(map(str, snapshots)) or "none"
-            raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
+            raise UserError(
+                f"{folder} has no snapshot of step {step}; "
+                f"it has those of {', '.join(map(str, snapshots)) or 'none'}"
+            )
         return snapshots[step]
     # The file itself, or one of a run folder
     names = (LAST, BEST) if last else (BEST, LAST)
@@ -80,11 +82,6 @@ def _rank(best: Path) -> tuple[float, float]:
     with suppress(OSError, ValueError, LookupError, TypeError):  # it still trains, or is damaged
         loss = float(read_json(best.parents[1] / "summary.json")["best_val_bits_per_byte"])
     return loss, -best.stat().st_mtime
-
-
-def snapshot_path(folder: str | Path, step: int) -> Path:
-    """Return the file of the snapshot of a step in a run folder."""
-    return Path(folder) / SNAPSHOTS / f"step-{step}.safetensors"
 
 
 def find_snapshots(folder: str | Path) -> dict[int, Path]:

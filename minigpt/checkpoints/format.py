@@ -85,8 +85,7 @@ def text_settings(path: Path) -> dict[str, str]:
         with safe_open(path, framework="pt", backend="pread") as file:
             saved = json.loads(file.metadata()[MINIGPT])
         data = saved[MINIGPT].get("config", {}).get("data", {})
-        given = {key: data[key] for key in settings if isinstance(data.get(key), str)}
-    return settings | given
+        return settings | {key: data[key] for key in settings if isinstance(data.get(key), str)}
 
 
 @contextmanager
@@ -113,12 +112,11 @@ def write(saved: Mapping[str, object], path: Path, *, keeps_previous: bool = Fal
         OSError: the file cannot be written.
     """
     # Separate the tensors from the rest, which becomes one JSON text.
-    packed: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     names: dict[object, str] = {}
     text = json.dumps(
-        {key: _pack(value, _PREFIXES.get(key, key), packed, names) for key, value in saved.items()}
+        {key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in saved.items()}
     )
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in packed.items()}
     # Write and sync a temporary file; name an error of the disk as Python does.
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as unfinished:
@@ -167,7 +165,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, 
 
 
 def _pack(value: object, name: str, tensors: dict[str, Tensor], names: dict[object, str]) -> object:
-    """Convert a value to plain data; collect its tensors.
+    """Convert a value to plain data; collect its tensors on the CPU.
 
     Their names are kept by memory: tied weights are stored once.
     """
@@ -179,7 +177,7 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor], names: dict[obje
             while name in tensors:
                 name += "_"
             names[memory] = name
-            tensors[name] = value.detach()
+            tensors[name] = value.detach().cpu().contiguous()
         return {"$tensor": names[memory]}
     if isinstance(value, list | tuple):
         packed = [_pack(item, f"{name}.{i}", tensors, names) for i, item in enumerate(value)]

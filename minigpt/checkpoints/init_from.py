@@ -52,9 +52,12 @@ class Pretrained:
 
     def provenance(self, data_folder: str) -> dict[str, Any]:
         """Return the source, the revision, and the cached SHA-256 of each file."""
-        names = [file.name for file in self.files]
-        sums = dict(zip(names, checksums(self.files, Path(data_folder)), strict=True))
-        return {"source": self.source, "revision": self.revision, "sha256": sums}
+        sums = checksums(self.files, Path(data_folder))
+        return {
+            "source": self.source,
+            "revision": self.revision,
+            "sha256": {file.name: each for file, each in zip(self.files, sums, strict=True)},
+        }
 
 
 def find_pretrained(source: str | None, *, step: int | None = None) -> Pretrained:

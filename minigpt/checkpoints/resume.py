@@ -68,10 +68,16 @@ def find_resumed(
         saved = read_run(path) if path else {}
     if path is None:
         return None, 0, {}, False
+    # Find what must be the same: also what splits the corpus and selects the validated windows.
+    run_settings = present[MINIGPT]["config"]
+    splits = [
+        key for key in present[MINIGPT].get("corpus_provenance", ()) if key in run_settings["data"]
+    ]
+    windows = ["eval_batch_size"] if run_settings.get("eval_batches") else []
+    fixed = [*_FIXED, *(f"data.{key}" for key in splits + windows)]
     # Compare what determines the training, then and now.
     with explain_errors(f"{path} does not hold a run of minigpt"):
         step = operator.index(saved["global_step"])
-        fixed = _fixed_settings(present[MINIGPT])
         before = _settings(saved[MINIGPT], fixed)
         now = _settings(present[MINIGPT], fixed)
     changed = [key for key in before | now if before.get(key) != now.get(key)]
@@ -87,7 +93,6 @@ def find_resumed(
             f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
         )
     # Refuse a run that is complete; `auto` repeats its results.
-    run_settings = present[MINIGPT]["config"]
     key = "pause_at" if run_settings.get("pause_at") and resume != "auto" else "max_steps"
     end = run_settings[key]
     if step > end or (step == end and resume != "auto"):
@@ -126,15 +131,6 @@ def find_newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None,
     if (folder / "metrics.csv").exists():  # of a run with callbacks=none, or that ended early
         warn(f"{folder} holds no checkpoint to resume from; the run starts at step 0")
     return None, {}
-
-
-def _fixed_settings(present: Saved) -> list[str]:
-    """Return the settings that a run must share with its checkpoint."""
-    settings = present["config"]
-    # Those that split its corpus, and select the windows that are validated
-    splits = [key for key in present.get("corpus_provenance", ()) if key in settings["data"]]
-    windows = ["eval_batch_size"] if settings.get("eval_batches") else []
-    return [*_FIXED, *(f"data.{key}" for key in splits + windows)]
 
 
 def _settings(saved: Saved, fixed: Sequence[str]) -> Saved:

@@ -1,7 +1,7 @@
 """Decoding of one token per sample and step. Depends on torch alone.
 
 `Decoder` computes the logits of `model(tokens)` by calling it, so it is right for every model,
-however its user changed it. `make_decoder` of `minigpt.sampling.generation` returns one of
+however its user changed it. `decoder_class` of `minigpt.sampling.generation` returns one of
 `minigpt.sampling.fast` for models that their user did not change.
 
 Shapes: B samples, T tokens, V vocab.
@@ -18,38 +18,32 @@ from minigpt.utils.errors import UserError
 
 
 class Decoder:
-    """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
+    """Decode a batch of samples token by token; the first `step` adds the last of their prompts.
 
     The window of each sample, the same as that of `FastDecoder`, is read at every step: `forward`
     may have no cache or ignore it, and a hook may look at positions.
+
+    Args:
+        prompts: are read once, and are at least one id each.
+        num_samples: of each prompt; samples of one prompt are next to each other.
+        max_new_tokens: per sample, for which a cache has room.
     """
 
     def __init__(
-        self, model: GPT, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1
+        self,
+        model: GPT,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        max_new_tokens: int,
     ) -> None:
         self.model = model
         self.block_size = model.config.block_size
         self.device = next(model.parameters()).device
-        self.windows: list[list[int]] = []  # the tokens of each sample that the next one sees
-        self.read_prompts(prompts, num_samples)
-
-    def read_prompts(self, prompts: Sequence[Sequence[int]], num_samples: int) -> None:
-        """Add samples of each prompt, and compute the logits after them."""
-        last_tokens: list[int] = []
-        for prompt in prompts:
-            self.add(prompt, num_samples)
-            last_tokens += [prompt[-1]] * num_samples
-        if last_tokens:
-            self.step(torch.tensor(last_tokens, device=self.device))
-
-    def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
-        """Append new samples; the next `step` is to add the last token of their prompt."""
-        self.windows += [first_window(prompt, self.block_size) for _ in range(num_samples)]
-
-    def drop(self, row: int) -> None:
-        """Remove a sample; the last one of the batch takes its row."""
-        self.windows[row] = self.windows[-1]
-        self.windows.pop()
+        # The tokens of each sample that the next one sees
+        self.windows = [
+            first_window(prompts[i // num_samples], self.block_size)
+            for i in range(len(prompts) * num_samples)
+        ]
 
     # Not in inference mode, so that the model can be trained afterwards.
     @torch.inference_mode(False)
@@ -74,14 +68,12 @@ class Decoder:
                         f"got {type(logits).__name__}"
                     )
                 logits_after.update(zip(batch, logits[:, -1], strict=True))
-        self.logits = torch.stack([logits_after[window] for window in windows])  # (B, V)
-        return self.logits
+        return torch.stack([logits_after[window] for window in windows])  # (B, V)
 
 
 def first_window(prompt: Sequence[int], block_size: int) -> list[int]:
     """Return the tokens that the last one of a prompt sees, without it."""
-    context = list(prompt[:-1])
-    return context[max(0, len(context) - block_size + 1) :]
+    return list(prompt[-block_size:-1])
 
 
 def drop_older_half(window: list[int], block_size: int) -> bool:
@@ -92,6 +84,6 @@ def drop_older_half(window: list[int], block_size: int) -> bool:
     """
     is_full = len(window) == block_size
     if is_full:
-        kept = max(1, block_size // 2) - 1  # and the token that comes
-        del window[: block_size - kept]
+        # With the token that comes, the newer half is a window.
+        del window[: block_size + 1 - max(1, block_size // 2)]
     return is_full

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from minigpt.model.changes import find_change, original, unwrap
+from minigpt.model.changes import find_change, unwrap
 from minigpt.model.evaluation import evaluation
 from minigpt.model.gpt import GPT
 from minigpt.sampling.decoder import Decoder
@@ -126,10 +126,10 @@ def stream(
     is_batch = getattr(first, "ndim", hasattr(first, "__len__"))
     vocab_size = model.config.vocab_size
     prompt_ids = [check_ids(prompt, vocab_size) for prompt in (batch if is_batch else [batch])]
-    detokenizers: list[Detokenizer] = []
-    for prompt in prompt_ids:
-        detokenizers += [Detokenizer(tokenizer, stop, prompt) for _ in range(num_samples)]
     seeds = list(range(seed, seed + num_samples)) * len(prompt_ids)
+    detokenizers = [
+        Detokenizer(tokenizer, stop, prompt_ids[i // num_samples]) for i in range(len(seeds))
+    ]
     return _steps(model, prompt_ids, detokenizers, seeds, max_new_tokens, settings, logprobs)
 
 
@@ -146,67 +146,51 @@ def _steps(
     """Yield the steps of `stream`, with a detokenizer and a seed per sample, B of each."""
     # Read the prompts.
     num_samples = len(seeds) // len(prompts)
-    decoder = make_decoder(model, prompts, num_samples, max_new_tokens)
+    decoder = decoder_class(model)(model, prompts, num_samples, max_new_tokens)
+    last_tokens = torch.tensor([prompt[-1] for prompt in prompts], device=decoder.device)
+    raw_logits = decoder.step(last_tokens.repeat_interleave(num_samples))  # (B, V)
     # Prepare what is drawn from: random numbers, and the ids that a sample can have, or has.
     uniforms = PerSampleRNG(seeds, decoder.device)
-    V = decoder.logits.size(-1)
+    V = raw_logits.size(-1)
     tokenizer = detokenizers[0].tokenizer
-    ids_with_token = tokenizer.token_bytes if tokenizer else range(V)
-    unused = unused_ids(ids_with_token, V, decoder.device)  # (V,)
+    unused = unused_ids(tokenizer.token_bytes if tokenizer else range(V), V, decoder.device)  # (V,)
     seen = None
     if settings.repetition_penalty != 1:
-        seen = torch.zeros_like(decoder.logits, dtype=torch.bool)  # (B, V)
+        seen = torch.zeros_like(raw_logits, dtype=torch.bool)  # (B, V)
         for i, row in enumerate(seen):
             row[prompts[i // num_samples]] = True
     for n in range(1, max_new_tokens + 1):
         # Draw a token for every sample.
-        logits = decoder.logits.float()  # (B, V)
+        logits = raw_logits.float()  # (B, V)
         tokens = draw(logits, settings, uniforms.number(n - 1), seen, unused)  # (B,)
         ids = tokens.tolist()
         if max(ids) == V:
             raise RunError(NON_FINITE)
-        own_logprobs = _token_logprobs(logits, tokens) if logprobs else []
+        own_logprobs: list[float] = []
+        if logprobs:
+            # (B, V) to B numbers
+            own_logprobs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
         # Yield it with its text.
         last = n == max_new_tokens
-        new = zip(detokenizers, ids, strict=True)
-        texts = [detokenizer.append(token, last=last) for detokenizer, token in new]
-        stopped = [detokenizer.stopped for detokenizer in detokenizers]
+        texts = [each.append(new, last=last) for each, new in zip(detokenizers, ids, strict=True)]
+        stopped = [each.stopped for each in detokenizers]
         yield Step(ids, texts, own_logprobs, stopped)
         if last or all(stopped):
             return
         # Compute the logits after it.
         if seen is not None:
             seen.scatter_(-1, tokens[:, None], True)  # (B, V)
-        decoder.step(tokens)
+        raw_logits = decoder.step(tokens)  # (B, V)
 
 
-def _token_logprobs(logits: Tensor, tokens: Tensor) -> list[float]:
-    all_logprobs = logits.log_softmax(dim=-1)  # (B, V)
-    return all_logprobs.gather(-1, tokens[:, None])[:, 0].tolist()  # B
+def decoder_class(model: GPT) -> type[Decoder]:
+    """Return the class that decodes a model: a fast one, unless the user changed the model.
 
-
-def make_decoder(
-    model: GPT,
-    prompts: Sequence[Sequence[int]] = (),
-    num_samples: int = 1,
-    max_new_tokens: int | None = None,
-) -> Decoder:
-    """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
-
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        prompts: token ids of each prompt, at least one; the last `block_size` are read.
-        max_new_tokens: per sample; bounds the memory of the fast decoder. None: any number, and
-            samples can join.
-
-    Raises:
-        UserError: the model is not one of minigpt, or returns no logits.
+    The lines of `minigpt.sampling.fast` can be deleted.
     """
-    model = unwrap(model)
     if find_change(model) is not None:
-        return Decoder(model, prompts, num_samples)
-    kind = GraphDecoder if next(model.parameters()).is_cuda else FastDecoder
-    return kind(original(model), prompts, num_samples, max_new_tokens)
+        return Decoder
+    return GraphDecoder if next(model.parameters()).is_cuda else FastDecoder
 
 
 @dataclass(frozen=True)

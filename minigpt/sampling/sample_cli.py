@@ -84,13 +84,9 @@ def print_samples(
     if compare:
         compare(begins, [sample.text for sample in samples], escape)
     if as_json:
-        _print_json(text, samples, n_tokens / seconds)
-
-
-def _print_json(prompt: str, samples: Iterable[Sample], tokens_per_second: float) -> None:
-    for sample in samples:
-        values = {"prompt": prompt, "text": sample.text, **vars(sample)}
-        print(json.dumps(values | {"tokens_per_second": tokens_per_second}), flush=True)
+        for sample in samples:
+            values = {"prompt": text, "text": sample.text, **vars(sample)}
+            print(json.dumps(values | {"tokens_per_second": n_tokens / seconds}), flush=True)
 
 
 def decoding_threads(model: GPT, rows: int) -> int | None:
@@ -157,9 +153,8 @@ def read_prompt(
             )
         text = whole_characters(typed)  # as the tokenizer encodes it
         return text, encode_prompt(tokenizer, text).tolist()
-    chunks = read_texts(file, "--prompt-file", **settings)
-    documents = _documents(chunk for chunk in chunks if chunk.text)
-    text = tokenizer.names(tokenizer.separator).join(documents)
+    documents = _documents(read_texts(file, "--prompt-file", **settings))
+    text = tokenizer.names(tokenizer.separator).join(filter(None, documents))
     ids = _tokenize(tokenizer, documents)
     return text, [*tokenizer.prefix, *ids] if ids else tokenizer.start.tolist()
 
@@ -188,9 +183,11 @@ def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> 
         log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
     if not text and ids == tokenizer.start.tolist():
         log(f"no prompt: starting from {tokenizer.names(ids)!r}")
-    block_size = model.config.block_size
-    if len(ids) > block_size:
-        log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
+    if len(ids) > model.config.block_size:
+        log(
+            f"the prompt has {len(ids):,} tokens; "
+            f"only the last {model.config.block_size:,} are read"
+        )
 
 
 def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:

@@ -53,7 +53,7 @@ def check_settings(*, key: Callable[[str], str] = str, **settings: object) -> No
         key: maps the name of a setting to that in the message.
     """
     for name, value in settings.items():
-        if value is not None or name not in _OPTIONAL:
+        if value is not None or name not in ("top_k", "top_p", "min_p"):
             require(key(name), value, *RULES[name])
 
 
@@ -65,7 +65,6 @@ def _is_stop(item: object) -> bool:
     return item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item)
 
 
-_OPTIONAL = ("top_k", "top_p", "min_p")
 RULES: dict[str, Rule] = {
     "max_new_tokens": POSITIVE_INT,
     "seed": NON_NEGATIVE_INT,

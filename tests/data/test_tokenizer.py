@@ -19,7 +19,7 @@ from minigpt.data.tokenizer import (
     encode_prompt,
     from_dict,
 )
-from minigpt.sampling.detokenizer import token_pieces
+from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.sampling.generation import generate, score
 from minigpt.utils.errors import UserError
 

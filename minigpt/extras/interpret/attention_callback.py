@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.runs.callbacks.samples import only_a_warning, title, wandb_loggers
-from minigpt.sampling.detokenizer import token_pieces
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
 from minigpt.utils.terminal import unescape

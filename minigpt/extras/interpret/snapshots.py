@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.checkpoints.find import find_snapshots, snapshot_path
+from minigpt.checkpoints.find import SNAPSHOTS, find_snapshots
 from minigpt.checkpoints.format import write
 from minigpt.runs.callbacks.resume_state import EMACallback, ResumeState, check_saved
 from minigpt.runs.callbacks.samples import only_a_warning
@@ -83,6 +83,11 @@ class Snapshots(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         self.writer.shutdown()
+
+
+def snapshot_path(folder: str | Path, step: int) -> Path:
+    """Return the file of the snapshot of a step in a run folder, as `find_snapshots` finds it."""
+    return Path(folder) / SNAPSHOTS / f"step-{step}.safetensors"
 
 
 def log_spaced(last: int, count: int) -> set[int]:

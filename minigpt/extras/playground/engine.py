@@ -22,15 +22,14 @@ from torch import Tensor
 
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.extras.playground.free_memory import memory
+from minigpt.extras.playground.joining import joining_decoder
 from minigpt.model.gpt import GPT
-from minigpt.sampling.decoder import Decoder, drop_older_half, first_window
+from minigpt.sampling.decoder import drop_older_half, first_window
 from minigpt.sampling.detokenizer import Detokenizer
-from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw, unused_ids
 from minigpt.sampling.generation import (
     NON_FINITE,
     check_ids,
-    make_decoder,
     score_logits,
     score_windows,
 )
@@ -104,7 +103,7 @@ class Engine:
         self._jobs: list[_Job] = []  # that may run or wait
         self._n_calls = 0
         # Of the thread:
-        self._decoder = make_decoder(model)
+        self._decoder = joining_decoder(model)
         # (V,)
         self._unused = unused_ids(
             tokenizer.token_bytes, model.config.vocab_size, self._decoder.device
@@ -124,7 +123,7 @@ class Engine:
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
-            if (needed := _cache_bytes(self._decoder, request.length)) > self.max_cache_bytes:
+            if (needed := self._decoder.cache_bytes(request.length)) > self.max_cache_bytes:
                 raise UserError(
                     "the key-value cache of a sample must be at most "
                     f"{self.max_cache_bytes / 1e6:,.0f} MB, "
@@ -210,7 +209,7 @@ class Engine:
         except Exception:
             self._thread.submit(self._step_alone)
         if not self._running:
-            self._decoder = make_decoder(self.model)  # with an empty cache
+            self._decoder = joining_decoder(self.model)  # with an empty cache
         if self._running or self._waiting:
             self._thread.submit(self._work)  # raises if the engine is closed
 
@@ -223,14 +222,14 @@ class Engine:
         for job in jobs:
             self._running = [job]
             try:
-                self._decoder = make_decoder(self.model)
+                self._decoder = joining_decoder(self.model)
                 self._decoder.add(job.context)
                 self._step()
             except Exception as error:
                 job.ended = True
                 self._send([(job.stream, error)])
         self._running, self._waiting = [], jobs + self._waiting
-        self._decoder = make_decoder(self.model)
+        self._decoder = joining_decoder(self.model)
 
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
@@ -251,7 +250,7 @@ class Engine:
             jobs = list(group)
             # Rows of the cache have equal lengths
             longest = max(job.request.length for job in self._running + jobs)
-            most = self.max_cache_bytes // max(1, _cache_bytes(self._decoder, longest))
+            most = self.max_cache_bytes // max(1, self._decoder.cache_bytes(longest))
             room = most - len(self._running)
             if unread < 0 or room <= 0:
                 break
@@ -390,16 +389,6 @@ class _Job:
             text,
             n_held=len(self.detokenizer.held),
         )
-
-
-def _cache_bytes(decoder: Decoder, length: int) -> int:
-    """Return the most memory of the keys and values of a sample of up to `length` tokens."""
-    if not isinstance(decoder, FastDecoder):
-        return 0  # there is no cache
-    config = decoder.model.config
-    width = (config.n_kv_head or config.n_head) * config.head_width
-    slots = 2 * min(length, config.block_size)
-    return 2 * config.n_layer * slots * width * decoder.model.wte.weight.element_size()
 
 
 def _deliver(items: list[tuple[TokenStream, Token | Exception]]) -> None:

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
+from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token, TokenStream
 from minigpt.extras.playground.loaded_models import Models
-from minigpt.sampling.detokenizer import token_pieces
 from minigpt.sampling.generation import check_ids
 from minigpt.utils.checks import BOOLEAN, integer
 from minigpt.utils.errors import UserError

@@ -18,13 +18,13 @@ from minigpt.data.tokenizer import whole_characters
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
 from minigpt.extras.interpret.originality import compare
+from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
 from minigpt.extras.playground.export_html import MAX_MAP_TOKENS, describe
 from minigpt.extras.playground.history import read_history, run_status
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.model.gpt import GPT
-from minigpt.sampling.detokenizer import token_pieces
 from minigpt.sampling.generation import check_ids
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require

@@ -5,8 +5,7 @@ reads the prompts. `FastDecoder.step` runs the same `GPT.embed`, `Block.forward`
 with weights laid out for few rows: one token of a small model costs the overhead of its operations,
 not their arithmetic. Tokens/s against `GPT.forward(cache=…)` are in docs/sampling.md.
 
-A text may be longer than `block_size`: see `drop_older_half`. Samples can join and leave the batch
-between steps (`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode,
+A text may be longer than `block_size`: see `drop_older_half`. All calls must be in the same mode,
 `torch.inference_mode` or `torch.no_grad`. Depends on torch alone.
 
 Shapes: B samples, C n_embd, V vocab, L layers, K key-value heads, D head width, S visible slots,
@@ -26,9 +25,9 @@ from torch.nn import functional as F
 
 from minigpt.model.changes import original, plain_kind
 from minigpt.model.evaluation import evaluation
-from minigpt.model.gpt import GPT, Cache
+from minigpt.model.gpt import GPT
 from minigpt.model.ops import CPU
-from minigpt.sampling.decoder import Decoder, drop_older_half, first_window
+from minigpt.sampling.decoder import Decoder, drop_older_half
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -45,17 +44,17 @@ class FastDecoder(Decoder):
 
     Args:
         model: one without changes, for which `find_change` of `minigpt.model.changes` returns None.
-        prompts, num_samples, max_new_tokens: as for `make_decoder` in `generation.py`.
+        prompts, num_samples, max_new_tokens: as for `Decoder`.
     """
 
     def __init__(
         self,
         model: GPT,
-        prompts: Sequence[Sequence[int]] = (),
-        num_samples: int = 1,
-        max_new_tokens: int | None = None,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        max_new_tokens: int,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, prompts, num_samples, max_new_tokens)
         # One copy of the model reads prompts, and one decodes. Of what is read, only keys and
         # values are used; its logits would take more memory than the rest.
         self._reader = _plain(model)
@@ -66,66 +65,40 @@ class FastDecoder(Decoder):
         rotary = self._fast_model.rotary
         self._rotary = None if rotary is None else rotary.to(weight)  # (2, block_size, 1, D)
 
-        # The cache holds what is known to come; else it grows.
-        self._begins: list[int] = []  # slot of position 0 of each sample
-        self._end = 0  # first free slot
-        slots = 0
-        if max_new_tokens is not None:
-            longest = max(map(len, prompts))
-            self._end = min(longest, self.block_size) - 1
-            # Above 2 block_size, the window moves to the front once per block_size tokens.
-            slots = min(longest - 1 + max_new_tokens, 2 * self.block_size)
+        # The cache holds what is known to come. Above 2 block_size, the window moves to the front
+        # once per block_size tokens.
+        longest = max(map(len, prompts), default=1)
+        slots = min(longest - 1 + max_new_tokens, 2 * self.block_size)
+        B = len(self.windows)
+        self._end = min(longest, self.block_size) - 1  # first free slot
+        self._begins = [self._end] * B  # slot of position 0 of each sample
         config = model.config
         self._cache = weight.new_zeros(
             2 * config.n_layer,  # keys and values in turn
-            len(prompts) * num_samples,  # the first ones are in use
+            B,
             config.n_kv_head or config.n_head,
             slots,
             config.head_width,
         )
-        self._inputs = model.new_cache(0, 0)  # for the previous inputs of smear and n-grams alone
-        self.read_prompts(prompts, num_samples)
-
-    def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
-        """Read a prompt once, for new samples; the next `step` is to add its last token.
-
-        They are at the end of the batch. Other samples are as before.
-        """
-        window = first_window(prompt, self.block_size)
-        B = len(self.windows)
-        rows = list(range(B, B + num_samples))
-        if B + num_samples > self._cache.size(1) or len(window) > self._end:
-            self._resize(B + num_samples, len(window))
-        # Make room for the new rows, which `_read` fills.
-        self.windows += [list(window) for _ in rows]
-        self._begins += [self._end for _ in rows]
-        self._inputs = Cache(
-            [],
-            F.pad(self._inputs.last_embeddings, (0, 0, 0, 0, 0, num_samples)),  # (B, smear, C)
-            F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples)),  # (B, ngram - 1)
-        )
-        self._read([window], rows)
-        # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
-        self._cache[:, B : B + num_samples, :, : self._begins[B]] = 0
-
-    def drop(self, row: int) -> None:
-        super().drop(row)
-        last = len(self.windows)
-        if row < last:
-            self._begins[row] = self._begins[last]
-            self._cache[:, row, :, : self._end] = self._cache[:, last, :, : self._end]
-        self._begins.pop()
-        rows = [last if i == row else i for i in range(last)]
-        inputs = self._inputs
-        self._inputs = Cache([], inputs.last_embeddings[rows], inputs.last_tokens[rows])
+        self._inputs = model.new_cache(B, 0)  # for the previous inputs of smear and n-grams alone
+        for row in range(0, B, num_samples):
+            self._read([self.windows[row]], list(range(row, row + num_samples)))
 
     def step(self, tokens: Tensor) -> Tensor:
-        self._slide_windows()
+        # Make room for one more token: of a full window, the newer half is read again.
+        full: list[int] = []
+        for row, window in enumerate(self.windows):
+            if drop_older_half(window, self.block_size):
+                full.append(row)
+        if full:
+            self._read([self.windows[row] for row in full], full)
+        if self._end == self._cache.size(3):
+            self._make_room()
+        # Append the tokens.
         for window, token in zip(self.windows, tokens.tolist(), strict=True):
             window.append(token)
         self._end += 1
-        self.logits = self._next_logits(tokens, self._end - 1)  # (B, V)
-        return self.logits
+        return self._next_logits(tokens, self._end - 1)  # (B, V)
 
     def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
         """Return the logits (B, V) after tokens (B,), whose keys and values go to `slot`."""
@@ -150,43 +123,14 @@ class FastDecoder(Decoder):
             x = block(x, rotary, _LayerSlots(written, visible, 2 * i), mask)  # (B, C)
         return self._fast_model.logits(x)  # (B, V)
 
-    def _slide_windows(self) -> None:
-        # Make room for one more token: of a full window, the newer half is read again.
-        full: list[int] = []
-        for row, window in enumerate(self.windows):
-            if drop_older_half(window, self.block_size):
-                full.append(row)
-        if full:
-            self._read([self.windows[row] for row in full], full)
-        if self._end == self._cache.size(3):
-            B = len(self.windows)
-            first = min(self._begins)
-            if 2 * (self._end - first) > self._end:
-                self._resize(B, 0)
-            else:  # move the window to the front
-                self._cache[:, :B, :, : self._end - first] = self._cache[:, :B, :, first:]
-                self._shift(-first)
-                # No NaN of an earlier sample, for GraphDecoder
-                self._cache[:, :, :, self._end :] = 0
-
-    def _resize(self, rows: int, end: int) -> None:
-        """Move to a cache of `rows` rows and twice as many slots as are visible.
-
-        At least `end` slots are before the next one to write.
-        """
-        old = self._cache
-        B = len(self.windows)
-        first = min(self._begins, default=self._end)
-        n_visible = self._end - first
-        end = max(end, n_visible)
-        slots = min(2 * (end + 1), 2 * self.block_size)
-        self._cache = old.new_zeros(len(old), rows, old.size(2), slots, old.size(4))
-        self._cache[:, :B, :, end - n_visible : end] = old[:, :B, :, first : self._end]
-        self._shift(end - self._end)
-
-    def _shift(self, slots: int) -> None:
-        self._begins = [begin + slots for begin in self._begins]
-        self._end += slots
+    def _make_room(self) -> None:
+        """Move the window to the front of the cache, whose older half no sample sees."""
+        first = min(self._begins)
+        self._cache[:, :, :, : self._end - first] = self._cache[:, :, :, first:]
+        self._begins = [begin - first for begin in self._begins]
+        self._end -= first
+        # No NaN of an earlier token, for GraphDecoder
+        self._cache[:, :, :, self._end :] = 0
 
     def _read(self, contexts: list[list[int]], rows: list[int]) -> None:
         """Fill the cache of samples: one context for all of them, or one each, of equal length."""
@@ -284,8 +228,7 @@ def _linear(
     is_float32_on_cpu = weight.is_cpu and weight.dtype == torch.float32
     if weight.numel() >= _MIN_LARGE_NUMEL and is_float32_on_cpu and _HAS_ONEDNN:
         return _LargeLinear(weight, bias)
-    is_small = weight.numel() < _MAX_COPIED_NUMEL
-    transposed = weight.T.contiguous() if is_small else weight.T  # (I, O)
+    transposed = weight.T.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight.T  # (I, O)
     if bias is None:
         return lambda x: torch.mm(x, transposed)
     return lambda x: torch.addmm(bias, x, transposed)

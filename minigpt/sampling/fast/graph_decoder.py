@@ -49,11 +49,8 @@ class _FixedStep:
         self.begins = self.tokens.new_zeros(B, 1)
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(S, device=decoder.device)
-        self.inputs = Cache(
-            [], decoder._inputs.last_embeddings.clone(), decoder._inputs.last_tokens.clone()
-        )
+        self.inputs = decoder._inputs
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = torch.empty(0)  # of the graph
         self.runs = 0
 
     def __call__(self, decoder: GraphDecoder, tokens: Tensor, slot: int) -> Tensor:
@@ -62,32 +59,26 @@ class _FixedStep:
         if self.given_begins != decoder._begins:
             self.given_begins = list(decoder._begins)
             self.begins.copy_(torch.tensor(self.given_begins)[:, None])
-        # Of another tensor if samples joined or left; else torch copies nothing.
-        _copy_inputs(decoder._inputs, self.inputs)
-        decoder._inputs = self.inputs
         self.runs += 1
         if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
-            self._record(decoder)
+            graph = torch.cuda.CUDAGraph()
+            # `cuda.stream` selects the device, and restores what `cuda.graph` does not if it cannot
+            # end the recording.
+            with (
+                _RECORDING,
+                torch.cuda.stream(torch.cuda.current_stream(decoder.device)),
+                torch.cuda.graph(
+                    graph,
+                    stream=_recording_stream(decoder.device),
+                    capture_error_mode="thread_local",
+                ),
+            ):
+                self.logits = self._logits(decoder)
+            self.graph = graph
         if self.graph is None:
             return self._logits(decoder)
         self.graph.replay()
         return self.logits.clone()  # (B, V); the next step overwrites them
-
-    def _record(self, decoder: GraphDecoder) -> None:
-        graph = torch.cuda.CUDAGraph()
-        # `cuda.stream` selects the device, and restores what `cuda.graph` does not if it cannot
-        # end the recording.
-        with (
-            _RECORDING,
-            torch.cuda.stream(torch.cuda.current_stream(decoder.device)),
-            torch.cuda.graph(
-                graph,
-                stream=_recording_stream(decoder.device),
-                capture_error_mode="thread_local",
-            ),
-        ):
-            self.logits = self._logits(decoder)
-        self.graph = graph
 
     def _logits(self, decoder: GraphDecoder) -> Tensor:
         positions = self.slot - self.begins  # (B, 1)
@@ -99,7 +90,8 @@ class _FixedStep:
         rotary = None if decoder._rotary is None else decoder._rotary[:, positions].unbind()
         after = Cache([], self.inputs.last_embeddings, self.inputs.last_tokens)
         x = decoder._fast_model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
-        _copy_inputs(after, self.inputs)
+        self.inputs.last_embeddings.copy_(after.last_embeddings)
+        self.inputs.last_tokens.copy_(after.last_tokens)
         for i, block in enumerate(decoder._fast_model.blocks):
             slots = _GraphSlots(self.layers[2 * i], self.layers[2 * i + 1], self.slot)
             x = block(x, rotary, slots, mask)  # (B, C)
@@ -108,11 +100,6 @@ class _FixedStep:
 
 # One per device, because torch keeps a workspace for each stream.
 _recording_stream = cache(torch.cuda.Stream)
-
-
-def _copy_inputs(source: Cache, target: Cache) -> None:
-    target.last_embeddings.copy_(source.last_embeddings)
-    target.last_tokens.copy_(source.last_tokens)
 
 
 @dataclass(slots=True)

@@ -9,9 +9,10 @@ import torch
 from models import make_model, write_run
 
 from minigpt import GPT, generate, save_checkpoint
-from minigpt.checkpoints.find import find_snapshots, snapshot_path
+from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import CharTokenizer
+from minigpt.extras.interpret.snapshots import snapshot_path
 from minigpt.extras.playground.export_html import export_html
 from minigpt.sampling.generation import score
 

@@ -17,11 +17,12 @@ from models import make_model
 from servers import BYTES, make_run, serving
 
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
-from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
+from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
+from minigpt.extras.interpret.snapshots import snapshot_path
 from minigpt.extras.playground.history import run_status
 from minigpt.runs.run_dir import lock_run_dir
 from minigpt.sampling.generation import score

@@ -26,8 +26,9 @@ from sites import (
 from small_runs import wait_until
 
 from minigpt import GPT, save_checkpoint
-from minigpt.checkpoints.find import BEST, snapshot_path
+from minigpt.checkpoints.find import BEST
 from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.interpret.snapshots import snapshot_path
 from minigpt.runs.run_dir import lock_run_dir, write_failure
 
 TRAINED = "the trained model"

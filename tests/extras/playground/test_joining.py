@@ -1,0 +1,180 @@
+"""Decoders whose samples join and leave, against `GPT.forward`, for every architecture."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decoder import EVERY, as_alone, close, tokens
+from test_generation import architectures, make
+from tolerance import assert_near, terms_of
+from torch import Tensor
+
+from minigpt.extras.playground.joining import (
+    FastJoiningDecoder,
+    GraphJoiningDecoder,
+    JoiningDecoder,
+)
+from minigpt.model.gpt import GPT
+
+VISITS = [
+    (0, 3, 30),
+    (2, 25, 4),
+    (2, 1, 9),
+    (5, 16, 60),
+    (7, 2, 0),
+    (20, 9, 30),
+    (80, 16, 3),
+    (80, 1, 50),
+]
+KINDS = (FastJoiningDecoder, GraphJoiningDecoder)  # on a CPU, steps are not recorded
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
+def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_leave(
+    changes: dict[str, Any], kind: type[FastJoiningDecoder]
+):
+    model = make(**changes)
+    before = copy.deepcopy(model)
+    for text, n, logits in join_and_leave(model, VISITS, kind(model)):
+        close(model, logits, as_alone(model, text, n))
+    tensors = zip(model.state_dict().values(), before.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in tensors)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    changes=st.tuples(st.sampled_from([*EVERY.values()]), st.sampled_from([*EVERY.values()])),
+    block_size=st.integers(1, 9),
+    visits=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5
+    ),
+    kind=st.sampled_from(KINDS),
+)
+def test_samples_of_any_architecture_join_and_leave(
+    changes: Any,
+    block_size: int,
+    visits: list[tuple[int, int, int]],
+    kind: type[FastJoiningDecoder],
+):
+    # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
+    model = make(
+        **{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size
+    ).double()
+    for text, n, logits in join_and_leave(model, visits, kind(model)):
+        # In 64 bits but for the sines of rotary positions.
+        assert_near(
+            logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32
+        )
+
+
+@architectures
+@pytest.mark.parametrize("block_size", [1, 7])
+def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(
+    settings: dict[str, Any], block_size: int
+):
+    model = make(**settings, block_size=block_size)
+    for text, n, logits in join_and_leave(model, VISITS, JoiningDecoder(model)):
+        close(model, logits, as_alone(model, text, n))
+
+
+@kinds
+def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastJoiningDecoder]):
+    model = make(position="rope", tie_embeddings=False)
+    model.wte.weight[22] = float("nan")
+    decoder = kind(model)
+    for prompt in ([1] * 12, [22] * 14):
+        decoder.add(prompt)
+    assert decoder.step(torch.tensor([1, 22])).isnan().any(dim=1).tolist() == [False, True]
+    decoder.drop(1)
+    # In the row of the NaN, shorter than the other sample: its older slots are masked
+    decoder.add([1, 2])
+    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
+    decoder.drop(1)
+    decoder.add([22] * 14)
+    # The window moves to the front of the cache again and again, with NaN in one row
+    for _ in range(60):
+        decoder.step(torch.tensor([1, 22]))
+    decoder.drop(1)
+    for _ in range(20):
+        decoder.step(torch.tensor([1]))
+    decoder.add([1, 2])
+    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
+
+
+def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_joins():
+    """A CUDA graph has fixed addresses; on a CPU the same step would work with others too."""
+    decoder = GraphJoiningDecoder(make(smear=2, ngram=3))
+    for prompt in ([1, 2, 3], [4]):
+        decoder.add(prompt)
+    decoder.step(torch.tensor([3, 4]))
+    recorded: Any = decoder._step
+
+    def addresses() -> list[int]:
+        inputs = (recorded.inputs.last_embeddings, recorded.inputs.last_tokens)
+        return [x.data_ptr() for x in (*inputs, *recorded.layers, recorded.tokens, recorded.slot)]
+
+    before = addresses()
+    decoder.drop(0)
+    decoder.add([5, 6])
+    decoder.step(torch.tensor([4, 6]))
+    assert decoder._step is recorded
+    assert addresses() == before
+
+
+@kinds
+def test_a_sample_that_joins_and_leaves_between_two_steps_changes_no_other(
+    kind: type[FastJoiningDecoder],
+):
+    alone, visited = (kind(make(smear=2, ngram=3)) for _ in range(2))
+    for decoder in (alone, visited):
+        for prompt in ([1, 2, 3], [4]):
+            decoder.add(prompt)
+        decoder.step(torch.tensor([3, 4]))
+    visited.add([5, 6])
+    visited.drop(2)
+    for token in (7, 8):
+        expected = alone.step(torch.tensor([token, token]))
+        assert_near(visited.step(torch.tensor([token, token])), expected, terms=16)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def join_and_leave(
+    model: GPT, visits: list[tuple[int, int, int]], decoder: JoiningDecoder
+) -> list[tuple[list[int], int, Tensor]]:
+    """The text, the length of its prompt and the logits of samples that join at a step with a
+    prompt of n tokens and
+    leave after m more: `visits` are (step, n, m)."""
+    texts = [tokens(n + m) for _, n, m in visits]
+    found: list[list[Tensor]] = [[] for _ in visits]
+    rows = list[int]()
+    for step in range(max((start + m + 1 for start, _, m in visits), default=0)):
+        for i, (start, n, _) in enumerate(visits):
+            if start == step:
+                decoder.add(texts[i][:n])
+                rows.append(i)
+        if rows:
+            logits = decoder.step(
+                torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows])
+            )
+        for row in reversed(range(len(rows))):
+            found[rows[row]].append(logits[row].clone())
+            if len(found[rows[row]]) == visits[rows[row]][2] + 1:
+                decoder.drop(row)
+                rows[row] = rows[-1]
+                rows.pop()
+    return [
+        (text, n, torch.stack(logits))
+        for text, (_, n, _), logits in zip(texts, visits, found, strict=True)
+    ]
