@@ -20,7 +20,7 @@ class Replicas(OneRank):
     def orthogonalize(
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
-        # Orthogonalize 1/n of the matrices, and get the others.
+        """Orthogonalize 1/n of the matrices, and get the others."""
         n = self.group.size()
         matrices = torch.stack(updates)  # (N, R, C)
         shares = matrices.tensor_split(n)
@@ -37,7 +37,7 @@ class Shards(OneRank):
         self.rank = group.rank()
 
     def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
-        # FSDP2 splits as torch.chunk.
+        """Return how many rows of concatenated matrices each rank holds, as torch.chunk splits."""
         n = self.group.size()
         share = -(-sum(matrices) // n)
         held = []

@@ -101,10 +101,12 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
+        """Width D of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def inner_width(self) -> int:
+        """Hidden width of the MLP."""
         if self.n_inner is not None:
             return self.n_inner
         if UP_PROJECTIONS[self.activation] == 1:
@@ -115,36 +117,38 @@ class GPTConfig:
 
     @property
     def up_width(self) -> int:
-        # Output width of the first matrix of the MLP: twice the hidden width if it is gated.
+        """Output width of the first matrix of the MLP: twice the hidden width if it is gated."""
         return self.inner_width * UP_PROJECTIONS[self.activation]
 
     @property
     def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def rope_scaling(self) -> tuple[float, float, float, int] | None:
-        # The scaling of `rotary_table`, or None.
+        """The scaling of `rotary_table`, or None."""
         factors = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor)
         return None if self.rope_factor == 1 else (*factors, self.rope_original_block_size)
 
     @property
     def norm_params(self) -> tuple[str, ...]:
-        # Names of the parameters of a norm, of n_embd values each.
+        """Names of the parameters of a norm, of n_embd values each."""
         return tuple(name for name in NORM_PARAMS[self.norm] if name != "bias" or self.bias)
 
     @property
     def width_ratio(self) -> float:
-        # n_embd / base_n_embd under mup, which takes all widths to grow alike; else 1.
+        """n_embd / base_n_embd under mup, which takes all widths to grow alike; else 1."""
         return self.n_embd / self.base_n_embd if self.parametrization == "mup" else 1.0
 
     @property
     def attention_scale(self) -> float | None:
-        # Factor on the attention scores: under mup proportional to 1/D; None is 1/√D.
+        """Factor on the attention scores: under mup proportional to 1/D; None is 1/√D."""
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     @property
     def block_params(self) -> int:
+        """Number of parameters of a block."""
         width = self.n_embd
         heads = self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
@@ -182,6 +186,7 @@ class GPTConfig:
         return 6 * weights + 12 * self.n_layer * self.n_head * self.head_width * self.block_size
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the values by name."""
         return asdict(self)
 
     @classmethod

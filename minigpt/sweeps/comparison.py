@@ -64,7 +64,7 @@ class Comparison:
         return np.maximum(tukey, welch)
 
     def against(self, row: int) -> tuple[Array, Array]:
-        # The differences of all rows from one, and half of their intervals.  (R,), (R,)
+        """Return the differences of all rows from one, and half of their intervals, (R,) each."""
         contrasts = np.eye(len(self.means)) - np.eye(len(self.means))[row]
         return contrasts @ self.means, self.margin(contrasts, len(self.means))
 

@@ -39,7 +39,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        # To be called after every optimizer step.
+        """Update the averages; call it after every optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = [local_shard(p) for p in self.shadow]

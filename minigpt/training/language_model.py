@@ -52,7 +52,7 @@ class LanguageModel(L.LightningModule):
             model.compile()  # in place: parameter names stay
 
     def configure_model(self) -> None:
-        # With trainer=fsdp, parameters are sharded over all ranks.
+        """Shard parameters over all ranks with trainer=fsdp."""
         shard = getattr(self.trainer.strategy, "shard", None)
         if shard and not isinstance(self.model, FSDPModule):
             shard(self.model)
@@ -65,7 +65,7 @@ class LanguageModel(L.LightningModule):
         }
 
     def on_train_start(self) -> None:
-        # The share of this rank in a batch, because gradients are averaged over ranks.
+        """Weight the loss by the share of this rank in a batch: gradients are means over ranks."""
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -78,7 +78,7 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # The norm of the whole gradient is kept for metrics.csv.
+        """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
         parameters = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -101,7 +101,7 @@ class LanguageModel(L.LightningModule):
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        # After the step the gradients are freed: the next activations need their memory.
+        """Take a step, then free the gradients: the next activations need their memory."""
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         optimizer.step(closure=optimizer_closure)
         optimizer.zero_grad()
@@ -110,7 +110,7 @@ class LanguageModel(L.LightningModule):
         """Do nothing: Lightning calls this between the forward and the backward pass."""
 
     def on_train_batch_end(self, *args: object) -> None:
-        # Stop after the last step, so that Lightning validates there too.
+        """Stop after the last step, so that Lightning validates there too."""
         if self.trainer.global_step == self.max_steps:
             self.trainer.should_stop = True
 
@@ -125,7 +125,7 @@ class LanguageModel(L.LightningModule):
         self.val_sums[1] += (targets >= 0).sum()
 
     def on_validation_epoch_end(self) -> None:
-        # The mean over every token of the validation split, the same on any number of ranks.
+        """Log the mean over every token of the split, the same on any number of ranks."""
         nats, tokens = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA

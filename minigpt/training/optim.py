@@ -108,13 +108,13 @@ class OneRank:
     rank = 0  # of this process among those that hold the rows of a matrix
 
     def rows_of_ranks(self, matrices: list[int]) -> list[list[int]]:
-        # How many rows of each of the concatenated matrices each of those ranks holds.
+        """Return how many rows of each of the concatenated matrices each rank holds."""
         return [[rows] for rows in matrices]
 
     def orthogonalize(
         self, updates: list[Tensor], rows: list[list[int]], steps: int
     ) -> list[Tensor]:
-        # Matrices of one shape; takes and returns the rows that this rank holds.
+        """Orthogonalize matrices of one shape; take and return the rows that this rank holds."""
         return list(orthogonalize(torch.stack(updates), steps))
 
 
