@@ -81,9 +81,11 @@ def join_ranks() -> None:
                 "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the "
                 "host of rank 0"
             )
-        backend = "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo"
         try:
-            distributed.init_process_group(backend, timeout=START)
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo",
+                timeout=START,
+            )
         except distributed.DistError as error:
             late = f"not all ranks started within {START}; see their logs ({error_text(error)})"
             raise first_error(RunError(late)) from error
@@ -94,17 +96,18 @@ def join_ranks() -> None:
 def _set_as_torchrun() -> None:
     env = os.environ
     number = int(env.get("SLURM_JOB_ID", 0)) + 1000 * int(env.get("SLURM_STEP_ID", 0))
-    port = str(15_000 + number % 10_000)  # not that of another step
     hosts = re.sub(r"\[(\d+).*?\]", r"\1", env["SLURM_STEP_NODELIST"])  # a7,b of a[7-9],b
-    per_node = int(env["SLURM_STEP_NUM_TASKS"]) // int(env["SLURM_STEP_NUM_NODES"])
     env |= {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(per_node),
+        "LOCAL_WORLD_SIZE": str(
+            int(env["SLURM_STEP_NUM_TASKS"]) // int(env["SLURM_STEP_NUM_NODES"])
+        ),
         "GROUP_RANK": env["SLURM_NODEID"],
         "TORCHELASTIC_RUN_ID": "srun",
-        "MASTER_PORT": env.get("MASTER_PORT", port),
+        # Not that of another step
+        "MASTER_PORT": env.get("MASTER_PORT", str(15_000 + number % 10_000)),
         "MASTER_ADDR": env.get("MASTER_ADDR", hosts.partition(",")[0]),
     }
 
@@ -199,6 +202,4 @@ def set_timeout(timeout: timedelta) -> None:
 def _group() -> Any:
     # torch.distributed if this process belongs to a process group; torch may not be imported yet.
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
-        return distributed
-    return None
+    return distributed if distributed and distributed.is_initialized() else None

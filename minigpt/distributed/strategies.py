@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, strategies
-from torch import distributed
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -30,7 +30,7 @@ class DDP(strategies.DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        _share_muon(self.optimizers, Replicas)
+        _share_muon(self.optimizers[0], Replicas)
 
     def _setup_model(self, model: Any) -> torch.nn.parallel.DistributedDataParallel:
         # A static graph cannot begin with a backward pass that sends nothing, as the first of an
@@ -59,33 +59,35 @@ class FSDP(strategies.ModelParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        _share_muon(self.optimizers, Shards)
+        _share_muon(self.optimizers[0], Shards)
 
     def shard(self, model: GPT) -> None:
-        """Shard the parameters of a model in place; gather blocks in the precision of autocast."""
+        # Shard the parameters of a model in place; gather blocks in the precision of autocast.
         autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
         dtype = autocast.get(self.precision_plugin.precision)
         # The sums between blocks keep their precision, as on one device.
-        mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        policy = mixed if dtype else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(
+            dtype,
+            torch.float32 if dtype else None,
+            cast_forward_inputs=False,
+        )
         for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)
 
     def lightning_module_state_dict(self) -> dict[str, torch.Tensor]:
         # The weights, which rank 0 gathers; one rank copies its shards, as an EMA is swapped there.
-        weights = super().lightning_module_state_dict()
-        if self.world_size == 1:
-            weights = {name: weight.clone() for name, weight in weights.items()}
-        return weights
+        if self.world_size > 1:
+            return super().lightning_module_state_dict()
+        return {
+            name: weight.clone() for name, weight in super().lightning_module_state_dict().items()
+        }
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load weights and optimizer state into their shards; return the rest of the checkpoint.
-
-        Lightning's strategy would read our file with torch.load.
-        """
+        # Load weights and optimizer state into their shards; return the rest of the checkpoint.
+        # Lightning's strategy would read our file with torch.load.
         from torch.distributed.checkpoint import state_dict  # slow to import
 
         # Read the file on rank 0, which has what all load.
@@ -95,7 +97,6 @@ class FSDP(strategies.ModelParallelStrategy):
             content = read_unaveraged(Path(checkpoint_path))
         weights = content.pop("state_dict")
         state = content["optimizer_states"].pop()
-        optimizer = self.optimizers[0]
         if state:
             # Take a weight by its first name alone, as torch does, not by those of the further uses
             # of a block; and name the parameters of the optimizer, which the file numbers in the
@@ -103,7 +104,11 @@ class FSDP(strategies.ModelParallelStrategy):
             names = {parameter: name for name, parameter in self.model.named_parameters()}
             weights = {name: weights[name] for name in names.values()}
             name_of: dict[int, str] = {}
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            for group, saved in zip(
+                self.optimizers[0].param_groups,
+                state["param_groups"],
+                strict=True,
+            ):
                 group_names = [names[parameter] for parameter in group["params"]]
                 name_of.update(zip(saved["params"], group_names, strict=True))
                 saved["params"] = group_names
@@ -117,17 +122,13 @@ class FSDP(strategies.ModelParallelStrategy):
         state_dict.set_model_state_dict(self.model, weights, options=options)
         state_dict.set_optimizer_state_dict(
             self.model,
-            optimizer,
+            self.optimizers,
             optim_state_dict=state,
             options=options,
         )
-        rest = [content]
-        distributed.broadcast_object_list(rest)
-        return rest[0]
+        return self.broadcast(content)
 
 
-def _share_muon(optimizers: list[torch.optim.Optimizer], kind: type[Replicas | Shards]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, Muon):
-            assert distributed.group.WORLD is not None
-            optimizer.ranks = kind(distributed.group.WORLD)
+def _share_muon(optimizer: torch.optim.Optimizer, kind: type[Replicas | Shards]) -> None:
+    if isinstance(optimizer, Muon):
+        optimizer.ranks = kind(distributed_c10d._get_default_group())

@@ -31,6 +31,7 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     for axes, name, line, style in styles:
         if name in metrics:
             axes.plot(*zip(*metrics[name], strict=True), line, **style)
+        axes.grid(alpha=0.3)
     # The best of a run that has ended
     best = summary.get("best_val_loss")
     if best is not None:
@@ -50,8 +51,6 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     losses.legend()
     rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    for axes in (losses, rates):
-        axes.grid(alpha=0.3)
     # The file, and its output in a notebook
     figure.savefig(folder / CURVES, dpi=120)
     if kernel := notebook():

@@ -72,28 +72,14 @@ def is_optimizer_step(trainer: Any, batch_idx: int) -> bool:
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
-def fix_loop_state(checkpoint: Mapping[str, Any]) -> None:
-    """Correct the loop counters of a checkpoint before Lightning restores them.
-
-    A run is one epoch of max_steps, so with a larger max_steps the last batch of the checkpoint is
-    not the last any more. A validation that was due and unfinished restarts at its first batch if
-    its counters are those of a start.
-    """
-    loops = checkpoint["loops"]["fit_loop"]
-    loops["epoch_loop.batch_progress"]["is_last_batch"] = False
-    if checkpoint.get("validation_due"):
-        started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-        for counters in ("total", "current"):
-            loops["epoch_loop.val_loop.batch_progress"][counters] |= started
-
-
 def is_resume_error(error: Exception) -> bool:
     """Whether an error is that of Lightning or torch with an unsuitable checkpoint.
 
     Errors of memory and network are others.
     """
-    wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
-    return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
+    return isinstance(error, LookupError | TypeError | ValueError | AttributeError) or (
+        isinstance(error, RuntimeError) and "loading state_dict" in str(error)
+    )
 
 
 def unscale_before_clipping(optimizer: Any) -> Any:

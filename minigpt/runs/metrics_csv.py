@@ -4,7 +4,6 @@ A row is on disk at once, so that a killed run keeps its metrics.
 """
 
 import csv
-import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -22,13 +21,13 @@ def append_metrics(file: Path, metrics: Mapping[str, float], step: int | None) -
     row = {"step": step, **metrics}
     if not file.exists():
         _write_rows(file, _COLUMNS, [])
-    with open(file, "r+", newline="", encoding="utf-8") as opened:
+    with open(file, newline="", encoding="utf-8") as opened:
         names = next(csv.reader(opened))
-        if metrics.keys() <= {*names}:
-            opened.seek(0, os.SEEK_END)
+    if metrics.keys() <= {*names}:
+        with open(file, "a", newline="", encoding="utf-8") as opened:
             csv.DictWriter(opened, names).writerow(row)
-            return
-    _write_rows(file, dict.fromkeys([*names, *metrics]), [*_read_rows(file)[1], row])
+    else:
+        _write_rows(file, dict.fromkeys([*names, *metrics]), [*_read_rows(file)[1], row])
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:

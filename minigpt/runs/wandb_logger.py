@@ -3,7 +3,6 @@
 It is never a reason to stop a run.
 """
 
-import glob
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -27,8 +26,7 @@ from minigpt.utils.signals import REQUEUE_EXIT_CODE
 from minigpt.utils.terminal import log, warn
 
 _FOLDER = "wandb/folder.txt"  # the path of the run folder, to which the id of the run belongs
-# Arguments of wandb.init that are set here, or that would make a run other than that of the folder.
-_NOT_OPTIONS = {"dir", "settings", "anonymous", "resume_from", "fork_from", "force", "reinit"}
+_PARTS = "wandb/*run-*/run-*.wandb"  # of a run, one per job
 
 
 class Wandb(WandbLogger):
@@ -49,11 +47,8 @@ class Wandb(WandbLogger):
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
 
     def finish(self, summary: Mapping[str, object], exit_code: int = 0) -> None:
-        """Send the summary and end the run, which the next job of a sweep would reuse otherwise.
-
-        W&B shows a run as finished or failed by the exit code, and as preempted if it will be
-        requeued.
-        """
+        # Send the summary and end the run, which the next job of a sweep would reuse otherwise. W&B
+        # shows it as finished or failed by the exit code, and as preempted if it will be requeued.
         with self._ignore_lost_client():
             self.experiment.summary.update(dict(summary))
             if exit_code == REQUEUE_EXIT_CODE:
@@ -94,8 +89,17 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     for name, value in dict(os.environ).items():
         if name.startswith("WANDB_") and not value:
             del os.environ[name]
-    # Check the options.
-    known = inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
+    # Check the options: those that are set here, or that would make a run other than that of the
+    # folder, are none.
+    known = inspect.signature(wandb.init).parameters.keys() - {
+        "dir",
+        "settings",
+        "anonymous",
+        "resume_from",
+        "fork_from",
+        "force",
+        "reinit",
+    }
     for option in options.keys() - known:
         raise UserError(
             f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; "
@@ -181,18 +185,18 @@ def _own_id(folder: Path) -> str | None:
     # on another host too. The parts of the run in a copy are marked as uploaded, because they
     # belong to the original. They are in the order of their start.
     parts = sorted(
-        folder.glob("wandb/*run-*/run-*.wandb"),
+        folder.glob(_PARTS),
         key=lambda part: part.parent.name.removeprefix("offline-"),
     )
     run_id = parts[-1].stem.removeprefix("run-") if parts else None
     record = folder / _FOLDER
     original = Path(os.fsdecode(record.read_bytes())) if record.exists() else folder
-    same_id = original.glob(f"wandb/*run-*/{glob.escape(f'run-{run_id}.wandb')}")
-    if not os.path.isdir(original) or original.samefile(folder) or not any(same_id):
-        return run_id
-    for part in parts:
-        part.with_suffix(".wandb.synced").touch()
-    return None
+    is_other = os.path.isdir(original) and not original.samefile(folder)
+    if is_other and f"run-{run_id}.wandb" in (part.name for part in original.glob(_PARTS)):
+        for part in parts:
+            part.with_suffix(".wandb.synced").touch()
+        return None
+    return run_id
 
 
 def _start(settings: wandb.Settings, active: object, options: Mapping[str, Any]) -> wandb.Run:

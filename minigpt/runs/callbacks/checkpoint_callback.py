@@ -2,20 +2,18 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
-from minigpt.checkpoints.format import hardlink_or_copy, read
+from minigpt.checkpoints.format import Saved, hardlink_or_copy, read
 from minigpt.runs.callbacks.resume_state import resumes_own_run
 from minigpt.runs.run_dir import short_path
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 
 
-class CheckpointCallback(Checkpoint):
+class CheckpointCallback(L.callbacks.Checkpoint):
     """Write `last.safetensors` at every validation; link the best one to `best.safetensors`.
 
     The best has the lowest validation loss.
@@ -26,6 +24,12 @@ class CheckpointCallback(Checkpoint):
     """
 
     def __init__(self, *, save_top_k: int = 1) -> None:
+        require(
+            "callbacks.checkpoint.save_top_k",
+            save_top_k,
+            lambda count: type(count) is int and count > 0,
+            "an integer ≥ 1",
+        )
         self.save_top_k = save_top_k
         self.best: list[tuple[float, int]] = []  # (loss, step) of validations, the lowest first
 
@@ -35,9 +39,7 @@ class CheckpointCallback(Checkpoint):
     def state_dict(self) -> dict[str, list[tuple[float, int]]]:
         return {"best": self.best}
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: Saved) -> None:
         state = checkpoint["callbacks"].get(self.state_key)
         if state and resumes_own_run(trainer):  # not the best checkpoints of another run
             self.best = state["best"]
@@ -51,9 +53,8 @@ class CheckpointCallback(Checkpoint):
         best = self.run_folder / BEST
         expected = self.best[:1]
         # Find the files of the validations by step.
-        kept = {each: self._step_file(each) for _, each in self.best}
-        files = {each: file for each, file in kept.items() if file.exists()}
-        files[step] = resumed
+        kept = [each for _, each in self.best if self._step_file(each).exists()]
+        files = {each: self._step_file(each) for each in kept} | {step: resumed}
         if expected and expected[0][1] not in files:
             with suppress(UserError):  # missing or damaged
                 files[read(best)["global_step"]] = best

@@ -6,8 +6,6 @@ import lightning.pytorch as L
 
 from minigpt.distributed.process_group import PATIENCE, set_timeout
 
-SAVED_BYTES_PER_SECOND = 1e6  # of a slow disk or network, while the other ranks wait
-
 
 class CollectiveTimeout(L.Callback):
     """Wait up to `seconds` in a step, and longer while a checkpoint is saved, by its size."""
@@ -20,8 +18,8 @@ class CollectiveTimeout(L.Callback):
     ) -> None:
         # The weights, their averages and two moments, each of 4 bytes
         n_bytes = 4 * 4 * sum(p.numel() for p in pl_module.parameters())
-        saving = timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND)
-        set_timeout(min(PATIENCE, self.timeout + saving))
+        # A slow disk or network takes 1 MB per second, while the other ranks wait
+        set_timeout(min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / 1e6)))
 
     def on_train_batch_start(self, *_: object, **__: object) -> None:
         set_timeout(self.timeout)

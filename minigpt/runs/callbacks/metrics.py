@@ -27,14 +27,13 @@ from minigpt.utils.errors import NonFiniteLoss
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
 
-MIN_CHANGED = 0.5  # share of weights in low precision that the first steps must change
-
 
 class MetricsCallback(L.Callback):
     """Log metrics every `log_every` steps and at every validation.
 
     Losses are means over the steps since the last row and over all ranks. Speeds exclude validation
-    and sampling. `started` is `time.perf_counter()` when the run started.
+    and sampling. `started` is `time.perf_counter()` when the run started. `summary` returns the
+    figures for `summary.json`.
 
     Raises:
         NonFiniteLoss: the loss or the gradient is NaN or infinite, on every rank at the same step.
@@ -48,13 +47,12 @@ class MetricsCallback(L.Callback):
             run.data.batch_size * run.trainer.accumulate_grad_batches * block_size
         )
         self.started = started
-        # Seconds of training, the same at the last row, and the time until which they are counted:
-        # None before training and during validation.
+        # Seconds of training, the same at the last row, and when the clock showed 0 of them: None
+        # before training and during validation.
         self.seconds = self._logged_seconds = 0.0
         self._clock: float | None = None
-        # The losses of the batches since the last row, and the same per rank from a checkpoint
-        self._losses: list[torch.Tensor] = []
-        self._resumed_losses: list[list[float]] = []
+        # Of the batches since the last row, per rank, from a checkpoint
+        self._resumed_losses: list[list[float]] = [[]]
         # The number of threads of a CPU, and [step, number from the next one on] of its changes
         self._threads = ThreadBalancer(fixed=True)  # until the training starts
         self._thread_changes: list[list[int]] = []
@@ -85,49 +83,51 @@ class MetricsCallback(L.Callback):
             sync(Path(trainer.default_root_dir) / name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._first_step = trainer.global_step + 1
-        if self._resumed_losses:
-            losses = torch.tensor(
-                self._resumed_losses,  # (ranks, batches)
-                device=pl_module.device,
-                dtype=torch.promote_types(pl_module.dtype, torch.float32),
-            )
-            # With another number of ranks, each rank takes the mean.
-            same = len(losses) == trainer.world_size
-            self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
+        # The losses of the batches since the last row; with another number of ranks than before,
+        # each rank takes the mean.
+        losses = torch.tensor(
+            self._resumed_losses,  # (ranks, batches)
+            device=pl_module.device,
+            dtype=torch.promote_types(pl_module.dtype, torch.float32),
+        )
+        same = len(losses) == trainer.world_size
+        self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         # Lightning has changed the number of threads, if there are several processes.
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
-        fixed = (
-            self.run.threads
-            or self.run.trainer.deterministic
-            or trainer.world_size > 1
-            or pl_module.device.type != "cpu"
+        self._threads = ThreadBalancer(
+            fixed=bool(
+                self.run.threads
+                or self.run.trainer.deterministic
+                or trainer.world_size > 1
+                or pl_module.device.type != "cpu"
+            )
         )
-        self._threads = ThreadBalancer(fixed=bool(fixed))
+        # Show what is trained, and the progress from here.
+        self._first_step = trainer.global_step + 1
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
-            for line in banner(trainer, pl_module, self.tokens_per_step):
+            for line in _banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
             self._progress = Progress(self.run.max_steps, folder, step=trainer.global_step)
-        self._warn_of_settings(trainer, pl_module)
-
-    def _warn_of_settings(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        self._warmup = module.schedule.keywords.get("warmup_steps", 0)
+        # Warn of a warmup that never ends.
+        self._warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if self._warmup >= self.run.max_steps:
             warn(
                 f"schedule.warmup_steps={self._warmup} is not below max_steps="
                 f"{self.run.max_steps}: no step has the peak learning rate"
             )
-        # Weights in low precision as they are now; not embeddings, whose rows can lack a gradient
-        self._first: dict[torch.Tensor, torch.Tensor] = {}
-        if trainer.global_step <= self._warmup:
-            self._first = {
-                p: local_shard(p.detach()).to("cpu", copy=True)
-                for p in module.model.blocks.parameters()
-                if p.requires_grad and torch.finfo(p.dtype).bits < 32
-            }
-        dtype = next(module.parameters()).dtype
+        # Keep weights in low precision as they are before the end of the warmup; not embeddings,
+        # whose rows can lack a gradient.
+        self._first = {
+            p: local_shard(p.detach()).to("cpu", copy=True)
+            for p in pl_module.model.blocks.parameters()
+            if p.requires_grad
+            and torch.finfo(p.dtype).bits < 32
+            and trainer.global_step <= self._warmup
+        }
+        # Warn of averages in the optimizer that never change.
+        dtype = next(pl_module.parameters()).dtype
         rates = [
             max(0.0, *group.get("betas", ()), group.get("momentum", 0.0))
             for group in trainer.optimizers[0].param_groups
@@ -144,7 +144,7 @@ class MetricsCallback(L.Callback):
     ) -> None:
         # The number of what Lightning's own callbacks log themselves, such as LearningRateMonitor
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step + 1
-        self._clock = self._clock or time.perf_counter()
+        self._clock = self._clock or time.perf_counter() - self.seconds
         self._threads.start()
 
     def on_train_batch_end(
@@ -179,7 +179,7 @@ class MetricsCallback(L.Callback):
             changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
             share = sum(int(each.sum()) for each in changed) / sum(map(torch.numel, changed))
             self._first = {}
-            if share < MIN_CHANGED:
+            if share < 0.5:
                 warn(
                     f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have "
                     "changed, and the others rounded to their old values; raise the learning rate, "
@@ -215,7 +215,6 @@ class MetricsCallback(L.Callback):
     on_exception = on_train_end
 
     def summary(self, trainer: L.Trainer, module: LanguageModel) -> dict[str, Any]:
-        """Return the figures of the run for `summary.json`."""
         folder = Path(trainer.default_root_dir)
         columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
         # The best of the validations whose checkpoints are left, or else of all
@@ -225,8 +224,7 @@ class MetricsCallback(L.Callback):
         best_val_loss, best_step = min(losses, default=(None, None))
         bits_per_byte = dict(columns.get("val_bits_per_byte", []))
         # A run that could not resume is where its rows end; a callback may log a step that fails.
-        logged = max((points[-1][0] for points in columns.values()), default=0)
-        steps = trainer.global_step or logged
+        steps = trainer.global_step or max((row[-1][0] for row in columns.values()), default=0)
         tokens = steps * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
@@ -249,9 +247,7 @@ class MetricsCallback(L.Callback):
 
     def _update_seconds(self) -> None:
         if self._clock is not None:
-            now = time.perf_counter()
-            self.seconds += now - self._clock
-            self._clock = now
+            self.seconds = time.perf_counter() - self._clock
 
     def _log_training(self, trainer: L.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
@@ -264,9 +260,10 @@ class MetricsCallback(L.Callback):
         for loss_step, loss in enumerate(losses, step - len(losses) + 1):
             if not isfinite(loss):
                 raise NonFiniteLoss(loss, loss_step, module.learning_rate)
-        seconds = self.seconds - self._logged_seconds
+        tokens_per_second = (
+            len(losses) * self.tokens_per_step / (self.seconds - self._logged_seconds)
+        )
         self._logged_seconds = self.seconds
-        tokens_per_second = len(losses) * self.tokens_per_step / seconds
         flops = tokens_per_second * module.model.config.flops_per_token()
         metrics = {
             "tokens": step * self.tokens_per_step,
@@ -289,8 +286,7 @@ class MetricsCallback(L.Callback):
             self._progress.log(metrics, trainer.global_step)
 
 
-def banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> list[str]:
-    """Return lines that describe the run before it trains, one name and value per line."""
+def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> list[str]:
     corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
     config = module.model.config
     n_train = corpus.train.tokens

@@ -1,7 +1,6 @@
 """The progress bar on a terminal and in a notebook, and its lines in `log.txt`."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from tqdm import tqdm
@@ -36,7 +35,7 @@ class Progress:
             bar_format="{n_fmt}/{total_fmt} steps {bar} {desc} {remaining} left",
         )
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         if "train_loss" in metrics:
             self.fields["loss"] = f"loss {metrics['train_loss']:.3f}"
             self.fields["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"

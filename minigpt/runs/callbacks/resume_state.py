@@ -10,19 +10,19 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import Saved
 from minigpt.checkpoints.load import COMPILED, saved_config
 from minigpt.distributed.process_group import gather_objects
 from minigpt.model.gpt import GPT
-from minigpt.runs.lightning_workarounds import fix_loop_state, is_optimizer_step
+from minigpt.runs.lightning_workarounds import is_optimizer_step
 from minigpt.training.ema import EMA
 from minigpt.utils.errors import UserError, require
 
 
-class ResumeState(Callback):
+class ResumeState(L.Callback):
     """Save and restore random state and a due validation.
 
     Args:
@@ -35,9 +35,7 @@ class ResumeState(Callback):
         self.training_began = False
         self.validated_step = 0
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: Saved) -> None:
         check_saved(pl_module.model)
         checkpoint.update(self.contents)
         step = trainer.global_step
@@ -45,20 +43,32 @@ class ResumeState(Callback):
         validates = step % every == 0 or step == pl_module.max_steps
         checkpoint["validation_due"] = validates and self.validated_step != step
         states = {"torch": torch.get_rng_state()}
-        device = pl_module.device
-        if device.type != "cpu":  # torch.cuda, torch.mps
-            states[device.type] = torch.get_device_module(device).get_rng_state()
+        if pl_module.device.type != "cpu":  # torch.cuda, torch.mps
+            states[pl_module.device.type] = torch.get_device_module(
+                pl_module.device
+            ).get_rng_state()
         checkpoint["rng"] = gather_objects(states)
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: Saved) -> None:
         self.rng = checkpoint["rng"]
-        fix_loop_state(checkpoint)
+        # A run is one epoch of max_steps: with a larger max_steps the last batch is not the last.
+        loops = checkpoint["loops"]["fit_loop"]
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+        # Lightning restarts a validation that was due at its first batch if its counters are those
+        # of a start.
+        if checkpoint.get("validation_due"):
+            for counters in ("total", "current"):
+                loops["epoch_loop.val_loop.batch_progress"][counters] |= {
+                    "ready": 1,
+                    "started": 1,
+                    "processed": 0,
+                    "completed": 0,
+                }
+        # What ends a run counts from its own start.
         states = checkpoint["callbacks"]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping | Timer) and not resumes_own_run(trainer):
-                states.pop(callback.state_key, None)  # what ends a run counts from its own start
+                states.pop(callback.state_key, None)
             elif isinstance(callback, EarlyStopping) and callback.state_key in states:
                 states[callback.state_key]["patience"] = callback.patience
 
@@ -79,25 +89,25 @@ class ResumeState(Callback):
         self.validated_step = trainer.global_step
 
 
-class EMACallback(Callback):
+class EMACallback(L.Callback):
     """Validate, sample and save a moving average of the weights (config key `ema_decay`)."""
 
-    restored: tuple[dict[str, torch.Tensor], int] | None = None  # averages, number of updates
+    restored: dict[str, torch.Tensor] | None = None  # averages of a checkpoint
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
 
-    def on_load_checkpoint(
-        self, trainer: object, pl_module: object, checkpoint: dict[str, Any]
-    ) -> None:
-        if "ema" in checkpoint:
-            self.restored = (checkpoint["ema"], checkpoint["ema_updates"])
+    def on_load_checkpoint(self, trainer: object, pl_module: object, checkpoint: Saved) -> None:
+        self.restored = checkpoint.get("ema")
+        self.restored_updates = checkpoint.get("ema_updates", 0)
 
     def on_train_start(self, trainer: object, pl_module: L.LightningModule) -> None:
         self.ema = EMA(pl_module.parameters(), self.decay)
         if self.restored:
-            averages, updates = self.restored
-            self.ema.load((averages[name] for name, _ in pl_module.named_parameters()), updates)
+            self.ema.load(
+                [self.restored[name] for name, _ in pl_module.named_parameters()],
+                self.restored_updates,
+            )
             self.restored = None
 
     def on_train_batch_end(
@@ -111,16 +121,16 @@ class EMACallback(Callback):
         if is_optimizer_step(trainer, batch_idx):
             self.ema.update()
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: object, checkpoint: Saved) -> None:
         present = checkpoint["state_dict"]
         self.ema.swap()
         other = trainer.strategy.lightning_module_state_dict()
         self.ema.swap()
-        averages = present if self.ema.swapped else other  # swapped during a validation
-        weights = other if self.ema.swapped else present
-        checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
+        checkpoint.update(
+            state_dict=present if self.ema.swapped else other,  # swapped during a validation
+            unaveraged=other if self.ema.swapped else present,
+            ema_updates=self.ema.updates,
+        )
 
     def on_validation_start(self, *_: object, **__: object) -> None:
         self.ema.swap()

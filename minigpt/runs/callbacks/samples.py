@@ -7,7 +7,6 @@ output. All ranks compute it, because they gather sharded weights together; rank
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,30 @@ from minigpt.sampling.settings import check_settings
 from minigpt.utils.cli import error_text
 from minigpt.utils.terminal import unescape, warn
 
-# Tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
-DRAWN_SHARE = 0.01
-
 
 class SamplesCallback(L.Callback):
     """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
 
     Args:
-        max_new_tokens: None is 200, or fewer in a short training: `DRAWN_SHARE` of the tokens
-            between validations.
+        max_new_tokens: None is 200, or fewer in a short training: 1 % of the tokens between
+            validations.
         settings: of `generate`: temperature, top_k, seed.
     """
 
     def __init__(self, *, prompt: str, max_new_tokens: int | None, **settings: Any) -> None:
         self.prompt = unescape(prompt)
-        given = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-        self.settings = given | settings
+        self.settings = (
+            {"max_new_tokens": max_new_tokens} if max_new_tokens is not None else {}
+        ) | settings
         check_settings(key=lambda name: f"callbacks.samples.{name}", **self.settings)
 
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer
         # A character that the tokenizer lacks is an error before training.
         encode_prompt(self.tokenizer, self.prompt)
+        # On a CPU, a token that is drawn takes as long as 6 to 14 that are trained on.
         trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch
-        self.settings.setdefault("max_new_tokens", max(16, min(200, int(trained * DRAWN_SHARE))))
+        self.settings.setdefault("max_new_tokens", max(16, min(200, int(trained * 0.01))))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
@@ -60,7 +58,7 @@ class SamplesCallback(L.Callback):
 
 
 def sample_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any
+    model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = float("inf"), **settings: Any
 ) -> str:
     """Return a prompt and one continuation of it, as `draw_samples` does."""
     (sample,) = draw_samples(
@@ -80,6 +78,7 @@ def draw_samples(
     *,
     seconds: float,
     max_new_tokens: int,
+    num_samples: int = 1,
     **settings: Any,
 ) -> list[Sample]:
     """Return what `generate` draws after the ids of a prompt (T,), but stop after so many seconds.
@@ -87,7 +86,7 @@ def draw_samples(
     A sample ends with its document, as those of sample.py.
     """
     end = time.perf_counter() + seconds
-    samples: list[Sample] = []
+    samples = [Sample() for _ in range(num_samples)]
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
@@ -95,6 +94,7 @@ def draw_samples(
             model,
             torch.as_tensor(prompt).long(),
             max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
             tokenizer=tokenizer,
             stop=tokenizer.end_ids,
             **settings,
@@ -105,10 +105,9 @@ def draw_samples(
             max_new_tokens,
             leave=False,
             # Beside the bar of the training, and unless on a terminal
-            disable=True if seconds == inf else None,
+            disable=True if seconds == float("inf") else None,
             unit=" tokens",
         ):
-            samples = samples or [Sample() for _ in step.tokens]
             for i, sample in enumerate(samples):
                 sample.append(step, i)
             if time.perf_counter() > end:
