@@ -87,8 +87,11 @@ def join_ranks() -> None:
                 timeout=START,
             )
         except distributed.DistError as error:
-            late = f"not all ranks started within {START}; see their logs ({error_text(error)})"
-            raise first_error(RunError(late)) from error
+            raise first_error(
+                RunError(
+                    f"not all ranks started within {START}; see their logs ({error_text(error)})"
+                )
+            ) from error
         atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
 

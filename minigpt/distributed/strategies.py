@@ -63,8 +63,9 @@ class FSDP(strategies.ModelParallelStrategy):
 
     def shard(self, model: GPT) -> None:
         # Shard the parameters of a model in place; gather blocks in the precision of autocast.
-        autocast = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        dtype = autocast.get(self.precision_plugin.precision)
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
+            self.precision_plugin.precision
+        )
         # The sums between blocks keep their precision, as on one device.
         policy = MixedPrecisionPolicy(
             dtype,

@@ -22,13 +22,12 @@ def plot_curves(folder: Path, summary: Mapping[str, float | None] = {}) -> None:
     # Losses above, the learning rate below
     figure = Figure(figsize=(8, 6), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    styles = (
+    metrics = read_metrics(folder / METRICS)
+    for axes, name, line, style in (
         (losses, "train_loss", "-", {"c": "tab:blue", "alpha": 0.6, "lw": 1, "label": "train"}),
         (losses, "val_loss", "-o", {"c": "tab:orange", "ms": 4, "label": "validation"}),
         (rates, "learning_rate", "-", {"c": "tab:green", "lw": 1}),
-    )
-    metrics = read_metrics(folder / METRICS)
-    for axes, name, line, style in styles:
+    ):
         if name in metrics:
             axes.plot(*zip(*metrics[name], strict=True), line, **style)
         axes.grid(alpha=0.3)

@@ -76,8 +76,9 @@ class CheckpointCallback(L.callbacks.Checkpoint):
         self._link(resumed, step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: object) -> None:
-        loss = float(trainer.callback_metrics["val_loss"])
-        self.best = sorted([*self.best, (loss, trainer.global_step)])
+        self.best = sorted(
+            [*self.best, (float(trainer.callback_metrics["val_loss"]), trainer.global_step)]
+        )
         trainer.save_checkpoint(self.run_folder / LAST)  # called on all ranks
         if trainer.is_global_zero:
             self._link(self.run_folder / LAST, trainer.global_step)

@@ -107,8 +107,7 @@ class MetricsCallback(L.Callback):
         self._first_step = trainer.global_step + 1
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
-            for line in _banner(trainer, pl_module, self.tokens_per_step):
-                append_log(folder, line)
+            append_log(folder, _banner(trainer, pl_module, self.tokens_per_step))
             self._progress = Progress(self.run.max_steps, folder, step=trainer.global_step)
         # Warn of a warmup that never ends.
         self._warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
@@ -250,14 +249,13 @@ class MetricsCallback(L.Callback):
             self.seconds = time.perf_counter() - self._clock
 
     def _log_training(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        step = trainer.global_step
         # (steps, batches) -> (steps,)
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)
         # Reading the losses waits for a GPU, before the clock is read.
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
         self._update_seconds()
         self._losses.clear()
-        for loss_step, loss in enumerate(losses, step - len(losses) + 1):
+        for loss_step, loss in enumerate(losses, trainer.global_step - len(losses) + 1):
             if not isfinite(loss):
                 raise NonFiniteLoss(loss, loss_step, module.learning_rate)
         tokens_per_second = (
@@ -266,7 +264,7 @@ class MetricsCallback(L.Callback):
         self._logged_seconds = self.seconds
         flops = tokens_per_second * module.model.config.flops_per_token()
         metrics = {
-            "tokens": step * self.tokens_per_step,
+            "tokens": trainer.global_step * self.tokens_per_step,
             "seconds": round(self.seconds, 3),
             "train_loss": sum(losses) / len(losses),
             "learning_rate": module.learning_rate,
@@ -286,11 +284,10 @@ class MetricsCallback(L.Callback):
             self._progress.log(metrics, trainer.global_step)
 
 
-def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> list[str]:
+def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> str:
     corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
     config = module.model.config
     n_train = corpus.train.tokens
-    validated = 100 * corpus.val.tokens / (corpus.val.tokens + n_train)
     start = trainer.global_step
     steps = trainer.max_steps - start
     n_tokens = steps * tokens_per_step
@@ -303,11 +300,12 @@ def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> 
         f"n_head {config.n_head}, n_embd {config.n_embd}, block_size {config.block_size}",
         "data": f"{corpus.name}, {n_train:,} training tokens; "
         f"tokenizer {corpus.tokenizer.to_dict()['name']}, vocab_size {config.vocab_size:,}; "
-        f"validation on {validated:.3g} % of the tokens",
+        "validation on "
+        f"{100 * corpus.val.tokens / (corpus.val.tokens + n_train):.3g} % of the tokens",
         "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens "
         f"({n_tokens / n_train:.2f} epochs), "
         f"{n_tokens * per_token:.3g} FLOPs ({per_token:.3g} per token)",
         "device": f"{ranks}{device_name(module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
     }
-    return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
+    return "\n".join(f"{name:12}{sanitize_line(value)}" for name, value in rows.items())

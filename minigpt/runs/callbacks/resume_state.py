@@ -39,8 +39,11 @@ class ResumeState(L.Callback):
         check_saved(pl_module.model)
         checkpoint.update(self.contents)
         step = trainer.global_step
-        every = trainer.val_check_interval // trainer.accumulate_grad_batches
-        validates = step % every == 0 or step == pl_module.max_steps
+        # The interval is in batches.
+        validates = (
+            step * trainer.accumulate_grad_batches % trainer.val_check_interval == 0
+            or step == pl_module.max_steps
+        )
         checkpoint["validation_due"] = validates and self.validated_step != step
         states = {"torch": torch.get_rng_state()}
         if pl_module.device.type != "cpu":  # torch.cuda, torch.mps
@@ -171,5 +174,7 @@ def apply_config(trainer: L.Trainer, module: Any) -> None:
 
 def resumes_own_run(trainer: L.Trainer) -> bool:
     """Whether the checkpoint that a Trainer resumes from is in its own run folder."""
-    last = Path(trainer.default_root_dir, LAST)
-    return Path(str(trainer.ckpt_path)).resolve().parent == last.resolve().parent
+    return (
+        Path(str(trainer.ckpt_path)).resolve().parent
+        == Path(trainer.default_root_dir, LAST).resolve().parent
+    )

@@ -7,7 +7,6 @@ output. All ranks compute it, because they gather sharded weights together; rank
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -51,7 +50,7 @@ class SamplesCallback(L.Callback):
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
             text = sample_text(pl_module.model, self.tokenizer, self.prompt, **self.settings)
             if trainer.is_global_zero:
-                with open(Path(trainer.default_root_dir) / SAMPLES, "a", encoding="utf-8") as file:
+                with open(f"{trainer.default_root_dir}/{SAMPLES}", "a", encoding="utf-8") as file:
                     file.write(f"── {title(trainer)} ──\n{text.strip()}\n\n")
                 for wandb in wandb_loggers(trainer):
                     wandb.log_html("samples", text)
