@@ -89,8 +89,8 @@ def wandb_logger(folder: str | Path, *, timeout: float, **options: Any) -> Wandb
     for name, value in dict(os.environ).items():
         if name.startswith("WANDB_") and not value:
             del os.environ[name]
-    # Check the options: those that are set here, or that would make a run other than that of the
-    # folder, are none.
+    # Check the options: those of wandb.init, without what is set here, or would make a run other
+    # than that of the folder.
     known = inspect.signature(wandb.init).parameters.keys() - {
         "dir",
         "settings",

@@ -47,8 +47,8 @@ class MetricsCallback(L.Callback):
             run.data.batch_size * run.trainer.accumulate_grad_batches * block_size
         )
         self.started = started
-        # Seconds of training, the same at the last row, and when the clock showed 0 of them: None
-        # before training and during validation.
+        # Seconds of training, the same at the last row, and the time from which they are counted:
+        # None before training and during validation.
         self.seconds = self._logged_seconds = 0.0
         self._clock: float | None = None
         # Of the batches since the last row, per rank, from a checkpoint
@@ -178,7 +178,7 @@ class MetricsCallback(L.Callback):
             changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
             share = sum(int(each.sum()) for each in changed) / sum(map(torch.numel, changed))
             self._first = {}
-            if share < 0.5:
+            if share < 0.5:  # the first steps change more in a precision that suffices
                 warn(
                     f"at step {trainer.global_step}, {share:.1%} of the weights of the blocks have "
                     "changed, and the others rounded to their old values; raise the learning rate, "
