@@ -9,20 +9,17 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
-from omegaconf import OmegaConf
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.format import MINIGPT, contents
+from minigpt.checkpoints.format import MINIGPT, Saved, contents
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import find_resumed
@@ -46,7 +43,6 @@ from minigpt.training.language_model import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
-from minigpt.utils.files import read_json
 from minigpt.utils.ranks import is_rank_zero, launcher_sizes
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
@@ -64,15 +60,15 @@ def fit(
     config: GPTConfig,
     pretrained: Pretrained | None,
     *,
-    composed: str,
-    overrides: Sequence[str],
+    composed: Mapping[str, str],
     started: float,
 ) -> float | None:
     """Find the checkpoint to resume from, build the model and the Trainer, train and report.
 
     Args:
         folder: of the run, locked.
-        composed: the configuration as YAML, and `overrides`, of which it is composed.
+        composed: files of `.hydra`, by name: the configuration, and the overrides of which it is
+            composed.
         started: `time.perf_counter()` when the run started.
 
     Returns:
@@ -111,48 +107,58 @@ def fit(
         ),
     }
     if run.minutes is not None:
-        plan = read_json(folder / run_dir.RUN_PLAN)
-        if plan["expected_val_loss"]:
-            described["expected_val_loss"] = plan["expected_val_loss"]
-    # The files of the folder, as they were at that step
-    save_config(folder, composed, overrides)
+        described |= from_extras("expectation")(folder)
+    # The files of the folder, as they were at that step; Hydra would write .hydra too, but before
+    # the folder is the run's own.
     reached = run_dir.previous_summary(folder)  # which is removed now
-    run_dir.truncate_logs(folder, step)
+    if is_rank_zero():
+        (folder / ".hydra").mkdir(exist_ok=True)
+        for name, text in composed.items():
+            (folder / ".hydra" / name).write_text(text, encoding="utf-8")
+        run_dir.truncate_logs(folder, step)
     # The model and the Trainer
     state = ResumeState({MINIGPT: saved[MINIGPT] | {"provenance": provenance}})
     metrics = MetricsCallback(run, config.block_size, started=started)
     torch.manual_seed(run.seed)
     with shared_errors():
-        module = build_module(run, config, None if checkpoint else pretrained)
+        start = None if checkpoint else pretrained
+        model = start.load(config).train() if start else GPT(config)
+        model.checkpoint_blocks = run.checkpoint_blocks
+        make_optimizer = partial_from_config("optimizer", run.optimizer)
+        module = LanguageModel(
+            model,
+            optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
+            schedule=partial_from_config("schedule", run.schedule),
+            max_steps=run.max_steps,
+            compile=run.compile,
+        )
         trainer = build_trainer(run, folder, state, metrics)
         # Lightning does so after it loads a checkpoint into the module
         trainer.precision_plugin.convert_module(module)
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, L.loggers.TensorBoardLogger):
             # Hide what a killed run logged after the checkpoint
             logger._kwargs["purge_step"] = step + 1
     torch.manual_seed(run.seed + trainer.global_rank)  # a dropout mask per rank
     # The training
-    sample, summary = train_and_report(
+    return train_and_report(
         trainer,
         module,
         TokenDataModule(corpus, run, config.block_size),
         state,
         metrics,
+        folder=folder,
         checkpoint=checkpoint,
         reached=reached,
         described=described,
     )
-    if trainer.is_global_zero:
-        run_dir.print_results(folder, sample, summary)
-    return summary["best_val_loss"]
 
 
 def find_checkpoint_of_ranks(
-    run: RunConfig, folder: Path, saved: dict[str, Any]
-) -> tuple[Path | None, int, dict[str, Any], run_dir.Summary | None]:
+    run: RunConfig, folder: Path, saved: Saved
+) -> tuple[Path | None, int, Saved, run_dir.Summary | None]:
     """Return what `find_resumed` does and the summary of a complete run, the same on all ranks."""
-    found: Any = None
+    found: object = None
 
     def warn_and_log(message: str) -> None:
         if is_rank_zero():
@@ -178,19 +184,20 @@ def run_provenance(
     pretrained: Pretrained | None,
     checkpoint: Path | None,
     step: int,
-    before: Mapping[str, object],
+    before: Saved,
 ) -> dict[str, object]:
     """Return where a run comes from: command, host, versions, git commit, and what it starts from.
 
     Args:
-        checkpoint: that it resumes from, with its `step` and the provenance `before`.
+        checkpoint: that it resumes from, with its `step` and the provenance `before`; without one,
+            `before` is empty.
     """
     commit = None
     if (ROOT / ".git").exists():
-        describe = "describe --always --abbrev=40 --exclude=* --dirty"
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
             commit = subprocess.run(
-                ["git", "-C", str(ROOT), *describe.split()],
+                ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+                cwd=ROOT,
                 capture_output=True,
                 encoding="utf-8",
                 check=True,
@@ -207,39 +214,14 @@ def run_provenance(
         },
         "commit": commit and commit.removesuffix("-dirty"),
         "dirty": commit and commit.endswith("-dirty"),
-        "init_from": None,
-        "resumed_from": None,
+        "init_from": before.get("init_from") if pretrained else None,
+        "resumed_from": before.get("resumed_from"),
     }
     if pretrained and not checkpoint:
         provenance["init_from"] = pretrained.provenance(run.data.folder)
-    if checkpoint:
-        provenance["init_from"] = before.get("init_from") if pretrained else None
+    if checkpoint and run.resume != "auto":
         provenance["resumed_from"] = f"{checkpoint}, step {step}"
-    if checkpoint and run.resume == "auto":
-        provenance["resumed_from"] = before.get("resumed_from")
     return provenance
-
-
-def save_config(folder: Path, composed: str, overrides: Sequence[str]) -> None:
-    """Write `.hydra` of a run folder; Hydra would do so before the folder is the run's own."""
-    if is_rank_zero():
-        (folder / ".hydra").mkdir(exist_ok=True)
-        (folder / ".hydra/config.yaml").write_text(composed, encoding="utf-8")
-        OmegaConf.save(overrides, folder / ".hydra/overrides.yaml")
-
-
-def build_module(run: RunConfig, config: GPTConfig, pretrained: Pretrained | None) -> LanguageModel:
-    """Build the module that trains a new model, or a pretrained one."""
-    model = pretrained.load(config).train() if pretrained else GPT(config)
-    model.checkpoint_blocks = run.checkpoint_blocks
-    make_optimizer = partial_from_config("optimizer", run.optimizer)
-    return LanguageModel(
-        model,
-        optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
-        schedule=partial_from_config("schedule", run.schedule),
-        max_steps=run.max_steps,
-        compile=run.compile,
-    )
 
 
 def train_and_report(
@@ -249,18 +231,20 @@ def train_and_report(
     state: ResumeState,
     metrics: MetricsCallback,
     *,
+    folder: Path,
     checkpoint: Path | None,
     reached: run_dir.Summary,
     described: run_dir.Summary,
-) -> tuple[str, run_dir.Summary]:
-    """Train from a checkpoint or from step 0, sample, and write the results, however it ends.
+) -> float | None:
+    """Train from a checkpoint or from step 0, and sample; write the results, however it ends.
 
     Args:
+        folder: of the run.
         reached: the summary of the run until it resumed.
         described: what the summary holds beside the training.
 
     Returns:
-        The final sample and the summary.
+        The best validation loss, nats per token.
     """
     # Until the training ends
     outcome: run_dir.Summary = {"status": "interrupted", "reason": "", "stopped_early": False}
@@ -272,13 +256,20 @@ def train_and_report(
         with end_with_rank_zero(trainer.strategy.launcher):
             trainer.fit(module, data, ckpt_path=checkpoint)
         outcome |= ending(trainer, data.run.max_steps)
-        # The sample, which a run that paused does without
+        # The sample, which a run that paused does without. Of a run without checkpoints, all ranks
+        # gather the weights for it.
         sample = ""
-        outcome["originality"] = None
-        if outcome["status"] != "paused":
-            seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
+        if outcome["status"] != "paused" and (
+            trainer.is_global_zero or not trainer.checkpoint_callback
+        ):
             with only_a_warning("the final sample failed"):
-                sample, outcome["originality"] = sample_best(trainer, module, data, seconds)
+                sample, outcome["originality"] = sample_best(
+                    trainer,
+                    module,
+                    data,
+                    folder,
+                    max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
+                )
     except (Interrupted, KeyboardInterrupt, SystemExit) as error:
         # SystemExit: submitit has requeued the job
         exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
@@ -298,7 +289,9 @@ def train_and_report(
         if checkpoint and not state.training_began:
             outcome = reached | outcome
         summary = write_results(trainer, module, metrics, outcome | described, exit_code)
-    return sample, summary
+    if trainer.is_global_zero:
+        run_dir.print_results(folder, sample, summary)
+    return summary["best_val_loss"]
 
 
 def ending(trainer: L.Trainer, max_steps: int) -> run_dir.Summary:
@@ -307,37 +300,43 @@ def ending(trainer: L.Trainer, max_steps: int) -> run_dir.Summary:
     Completed, stopped early with a reason, or paused at `pause_at`.
     """
     step = trainer.global_step
+    outcome: run_dir.Summary = {
+        "status": "paused" if trainer.max_steps <= step < max_steps else "completed",
+        "reason": "",
+        "stopped_early": False,
+        "originality": None,  # until its sample is compared
+    }
     if trainer.should_stop and step < max_steps:
         others = [
             type(callback).__name__
             for callback in trainer.callbacks  # type: ignore[attr-defined]
             if not type(callback).__module__.startswith("minigpt.")
         ]
-        stopping = trainer.early_stopping_callbacks
-        messages = [callback.stopping_reason_message for callback in stopping]
+        messages = [each.stopping_reason_message for each in trainer.early_stopping_callbacks]
         message = next(filter(None, messages), f"ended by a callback: {', '.join(others)}")
-        reason = (
-            f"stopped early at step {step} of {max_steps}: {message.partition(' Signaling')[0]}"
-        )
-        return {"status": "completed", "reason": reason, "stopped_early": True}
-    paused = trainer.max_steps <= step < max_steps
-    return {"status": "paused" if paused else "completed", "reason": "", "stopped_early": False}
+        outcome |= {
+            "status": "completed",
+            "reason": f"stopped early at step {step} of {max_steps}: "
+            + message.partition(" Signaling")[0],
+            "stopped_early": True,
+        }
+    return outcome
 
 
 def sample_best(
-    trainer: L.Trainer, module: LanguageModel, data: TokenDataModule, seconds: float
+    trainer: L.Trainer,
+    module: LanguageModel,
+    data: TokenDataModule,
+    folder: Path,
+    seconds: float,
 ) -> tuple[str, dict[str, object] | None]:
     """Return a sample of the best checkpoint, which sample.py loads, and its originality.
 
-    Both are empty on ranks without it. Both end after so many seconds, but for a model whose
-    sharded weights all ranks gather together.
+    The originality is None if it is not measured. Both end after so many seconds, but for a model
+    whose sharded weights all ranks gather together.
     """
-    # Without checkpoints, all ranks gather weights
-    if trainer.checkpoint_callback and not trainer.is_global_zero:
-        return "", None
     # What is sampled, and whether it is compared with the text
     run = data.run
-    folder = Path(trainer.default_root_dir)
     best = folder / BEST
     model = module.model
     if best.exists():

@@ -9,10 +9,10 @@ from pathlib import Path
 from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_config import LITERAL_TEXTS, escape_references
 from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.hydra_errors import written_as
 from minigpt.utils.scripts import ROOT
 
-PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 # Keys whose values are taken literally, not in Hydra's syntax. In a sweep, commas separate several
 # of the first.
@@ -57,19 +57,12 @@ def complete_overrides(
     complete = [_checked(literal(override, sweeps)) for override in overrides]
     parts = [override.partition("=") for override in complete]
     given = {key: value for key, _, value in parts if value[:1] != "{"}
+    not_null = {key for key, value in given.items() if value.lower() not in ("null", "")}
     # A plan is of a new model
-    if is_set(given, "minutes"):
-        for key in ("experiment", "init_from"):
-            if is_set(given, key):
-                raise UserError(
-                    f"minutes plans a new model, but {key}={given[key]} sets one; "
-                    "remove one of the two"
-                )
-        complete += [
-            f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given
-        ]
+    if "minutes" in not_null:
+        complete += from_extras("planned_overrides")(given)
     # Weights come with their architecture and tokenizer, token files with their tokenizer
-    if is_set(given, "init_from"):
+    if "init_from" in not_null:
         complete += [f"{group}=pretrained" for group in groups if group not in given]
         settable = [f"model.{name}" for name in SETTABLE]
         fixed = [name for name in given if name.startswith("model.") and name not in settable]
@@ -79,7 +72,7 @@ def complete_overrides(
             )
         if "model" in groups and "experiment" not in given:
             complete += _finetuning(given, complete)
-    elif is_set(given, "data.train_bin") and "tokenizer" not in given:
+    elif "data.train_bin" in not_null and "tokenizer" not in given:
         complete.append("tokenizer=prepared")
     # Flags and their values first: Hydra takes overrides in one place only.
     return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
@@ -93,8 +86,9 @@ def _finetuning(given: Mapping[str, str], complete: Sequence[str]) -> list[str]:
     """
     low_rate = "optimizer=adamw_finetune"
     possible = [] if "optimizer" in given else [low_rate]
-    has_warmup = any("warmup_steps" in override for override in complete)
-    if given.get("schedule", "linear") in ("constant", "cosine", "linear") and not has_warmup:
+    if given.get("schedule", "linear") in ("constant", "cosine", "linear") and not any(
+        "warmup_steps" in override for override in complete
+    ):
         possible.append("schedule.warmup_steps=0")
     # A run that resumes has those it began with: the source of its weights may be gone.
     folder = given.get("hydra.run.dir", "").strip("'\"")
@@ -185,11 +179,6 @@ def _quoted(name: str, value: str, *, sweeps: bool) -> str:
     # In a sweep, what is quoted already stays so
     as_given = r"null|'.*'|\".*\"" if sweeps else ""
     return value if re.fullmatch(as_given, value) else quote_path(value)
-
-
-def is_set(given: Mapping[str, str], key: str) -> bool:
-    """Return whether the overrides give a setting another value than null."""
-    return given.get(key, "null").lower() not in ("null", "")
 
 
 def quote_override(value: object) -> str:

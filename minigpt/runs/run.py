@@ -38,7 +38,6 @@ from minigpt.runs import run_dir
 from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
 from minigpt.runs.overrides import SETTABLE, complete_overrides, quote_override
 from minigpt.runs.run_config import RunConfig, check_hydra, use_outside_values
-from minigpt.utils.checks import integer
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
@@ -158,10 +157,15 @@ def train_in(
             these overrides, if any.
     """
     started = time.perf_counter()
-    _find_own_modules(cfg)
+    # Modules of the working folder can be imported if a `_target_` names one that is not installed;
+    # not __main__, which has no spec.
+    packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()
+    if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
+        sys.path.append(os.getcwd())
     with raise_on_signal(), ExitStack() as stack:
         with shared_errors():
-            stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
+            if is_rank_zero():
+                stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
             # Settings, text and architecture, before torch is imported; the plan of `minutes=`
             with shared_errors():
@@ -169,11 +173,7 @@ def train_in(
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 corpus = None
                 if cfg.minutes is not None:
-                    sized = RunConfig.from_hydra(from_extras("with_possible_sizes")(cfg, task))
-                    corpus = load_parts(sized, folder=folder)[0]
-                    with fast_imports():  # of heavy packages, after every setting is checked
-                        plan_run = from_extras("plan_run")
-                    cfg = plan_run(cfg, folder, corpus, task, started)
+                    cfg, corpus = from_extras("with_plan")(cfg, folder, task, started)
                 run = RunConfig.from_hydra(cfg)
                 use_outside_values(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
@@ -188,8 +188,10 @@ def train_in(
                     run,
                     folder,
                     *parts,
-                    composed=OmegaConf.to_yaml(cfg),
-                    overrides=task,
+                    composed={
+                        "config.yaml": OmegaConf.to_yaml(cfg),
+                        "overrides.yaml": OmegaConf.to_yaml(task),
+                    },
                     started=started,
                 )
         except (Interrupted, KeyboardInterrupt):
@@ -242,51 +244,38 @@ def load_parts(
     if run.init_from is None:
         corpus = corpus or load(run.tokenizer)
         ids = corpus.tokenizer.vocab_size
-        given = run.model.get("vocab_size")
         require(
             "model.vocab_size",
-            given,
+            run.model.get("vocab_size"),
             lambda size: size is None or size >= ids,
             f"at least the tokenizer's {ids}",
             "use null",
         )
-        config = GPTConfig(**{**run.model, "vocab_size": given or ids})
+        config = GPTConfig(**{**run.model, "vocab_size": run.model.get("vocab_size") or ids})
     else:
         from minigpt.checkpoints.init_from import find_start
 
         pretrained = once(find_start, run.init_from, run.resume, folder)
-        config = _finetuned(run, pretrained.config)
+        source = pretrained.config
+        given = {name: value for name, value in run.model.items() if value is not None}
+        config = GPTConfig.from_dict({**source.to_dict(), **given})
+        require(
+            "model.block_size",
+            config.block_size,
+            lambda size: size <= source.block_size,
+            f"an integer in [1, {source.block_size}]",
+            f"init_from={run.init_from} has no more",
+        )
+        for name, value in given.items():
+            if name not in SETTABLE:
+                require(
+                    f"model.{name}",
+                    value,
+                    [getattr(source, name)].__contains__,
+                    f"{getattr(source, name)}, as in init_from={run.init_from}",
+                    "remove it",
+                )
         corpus = load(pretrained.tokenizer.to_dict())
     # Both fit each other
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
-
-
-def _finetuned(run: RunConfig, config: GPTConfig) -> GPTConfig:
-    given = {name: value for name, value in run.model.items() if value is not None}
-    wanted = GPTConfig.from_dict({**config.to_dict(), **given})
-    require(
-        "model.block_size",
-        wanted.block_size,
-        *integer(1, config.block_size),
-        f"init_from={run.init_from} has no more",
-    )
-    for name, value in given.items():
-        if name not in SETTABLE:
-            expected = getattr(config, name)
-            require(
-                f"model.{name}",
-                value,
-                [expected].__contains__,
-                f"{expected}, as in init_from={run.init_from}",
-                "remove it",
-            )
-    return wanted
-
-
-def _find_own_modules(cfg: DictConfig) -> None:
-    """Let modules of the working folder be imported if a `_target_` names one not installed."""
-    # Not __main__, which has no spec
-    packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()
-    if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
-        sys.path.append(os.getcwd())

@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, errors
 
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
@@ -106,21 +105,24 @@ class RunConfig:
             in_job: of Hydra; outside of one, callbacks and loggers, which may name its folder, are
                 left out.
         """
-        for group, required in _REQUIRED.items():
-            node = OmegaConf.select(cfg, group) or {}
-            for name in required:
-                if name not in node.keys():  # noqa: SIM118  # resolves none
-                    key = f"{group}.{name}".lstrip(".")
-                    raise UserError(f"{key} is missing, which a run needs; add ++{key}=…")
+        for key in _REQUIRED:
+            group, _, name = key.rpartition(".")
+            # Names alone, without resolving their values
+            if name not in (OmegaConf.select(cfg, group) or {}).keys():  # noqa: SIM118
+                raise UserError(f"{key} is missing, which a run needs; add ++{key}=…")
         check_run(cfg)
         if not in_job:
             cfg = pickle.loads(pickle.dumps(cfg))  # 1 ms; cfg.copy() takes 4
             cfg.update(callbacks={}, logger={})
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
         data = {field.name: settings["data"][field.name] for field in fields(DataConfig)}
-        parts = {"data": DataConfig(**data), "trainer": TrainerConfig(**settings["trainer"])}
-        values = settings | parts
-        return cls(**{name: values[name] for name in _REQUIRED[""]}, settings=settings)
+        values = {
+            **settings,
+            "data": DataConfig(**data),
+            "trainer": TrainerConfig(**settings["trainer"]),
+            "settings": settings,
+        }
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
 
 def check_hydra(hydra: Any) -> None:
@@ -143,12 +145,11 @@ def check_run(cfg: DictConfig) -> None:
     _check_names(cfg)
     # Each setting by itself; GPTConfig checks those of the model
     for key, value in normalize(cfg).items():
+        advice = _advice(cfg, key, value)
         if key in RUN_RULES and value is not ...:
-            require(key, value, *RUN_RULES[key], _advice(cfg, key, value))
-    for name, value in cfg.get("model", {}).items():
-        advice = _advice(cfg, f"model.{name}", value)
-        if advice:
-            raise UserError(f"model.{name} must be a number or a name, got {value}; {advice}")
+            require(key, value, *RUN_RULES[key], advice)
+        elif advice:
+            raise UserError(f"{key} must be a number or a name, got {value}; {advice}")
     # Settings that depend on others
     if cfg.get("pause_at") is not None:
         require(
@@ -167,15 +168,23 @@ def check_run(cfg: DictConfig) -> None:
             f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={cfg.ema_decay}",
             "use auto",
         )
-    if cfg.get("minutes") is not None:
-        require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
+    # What the run starts from
+    model = cfg.get("model")  # scripts/prepare.py has none
+    tokenizer = cfg.get("tokenizer", {}).get("name")
+    if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require(
-            "trainer.devices",
-            cfg.trainer.devices,
-            lambda n: n == 1,
-            "1 with minutes, which plans for one device",
+            "tokenizer",
+            tokenizer,
+            *checks.one_of(["pretrained"]),
+            "a run with init_from has its tokenizer",
         )
-    _check_start(cfg)
+    elif tokenizer == "pretrained" or (model is not None and "n_layer" not in model):
+        raise UserError(
+            "model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it"
+        )
+    elif model is not None:
+        vocab_size = model.get("vocab_size")  # null until the text is read
+        GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
 def _check_names(cfg: DictConfig) -> None:
@@ -194,25 +203,6 @@ def _check_names(cfg: DictConfig) -> None:
                 known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
                 advice = f"add {group}={name}" if known else "set it to the path of a class"
                 raise UserError(f"{group}.{name} has no _target_; {advice}")
-
-
-def _check_start(cfg: DictConfig) -> None:
-    model = cfg.get("model")  # scripts/prepare.py has none
-    tokenizer = cfg.get("tokenizer", {}).get("name")
-    if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
-        require(
-            "tokenizer",
-            tokenizer,
-            *checks.one_of(["pretrained"]),
-            "a run with init_from has its tokenizer",
-        )
-    elif tokenizer == "pretrained" or (model is not None and "n_layer" not in model):
-        raise UserError(
-            "model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it"
-        )
-    elif model is not None:
-        vocab_size = model.get("vocab_size")  # null until the text is read
-        GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
 def normalize(cfg: DictConfig) -> Node:
@@ -251,14 +241,15 @@ def use_outside_values(cfg: DictConfig) -> None:
     Runs that differ in the seed alone still do: references to the seed and other settings stay.
     """
     OmegaConf.update(cfg, "seed", cfg.get("seed"), force_add=True)
-    written = flat(OmegaConf.to_container(cfg))
-    outside = [key for key, value in written if OUTSIDE.match(f"{key}={value}")]
+    outside = [
+        key for key, value in flat(OmegaConf.to_container(cfg)) if OUTSIDE.match(f"{key}={value}")
+    ]
     if not outside:
         return
     unseeded = OmegaConf.merge(cfg, {"seed": r"\${seed}"})
     for key in outside:
         for source in (cfg, unseeded):
-            with suppress(OmegaConfBaseException):  # no such variable, or the seed names it
+            with suppress(errors.OmegaConfBaseException):  # no such variable, or the seed names it
                 value = OmegaConf.select(source, key)
                 if OmegaConf.is_config(value):
                     value = OmegaConf.to_container(value, resolve=True)
@@ -288,31 +279,33 @@ def _advice(cfg: DictConfig, key: str, value: object) -> str:
     )
 
 
-# Settings that a group cannot be without, as one would be after ~data.split or in a file of one's
+# Settings that a run cannot be without, as one would be after ~data.split or in a file of one's
 # own.
-_REQUIRED = {
-    "": [field.name for field in fields(RunConfig) if field.name != "settings"],
-    "data": [
-        "source",
-        "path",
-        "val_path",
-        "field",
-        "separator",
-        "split",
-        "val_fraction",
-        "train_bin",
-        "val_bin",
-        "folder",
-        "threads",
-        "batch_size",
-        "eval_batch_size",
-        "overfit_batches",
-    ],
-    "tokenizer": ["name"],
-    "optimizer": ["_target_"],
-    "schedule": ["_target_"],
-    "trainer": ["accelerator", "devices", "strategy", "precision", "accumulate_grad_batches"],
-}
+_REQUIRED = (
+    *(field.name for field in fields(RunConfig) if field.name != "settings"),
+    "data.source",
+    "data.path",
+    "data.val_path",
+    "data.field",
+    "data.separator",
+    "data.split",
+    "data.val_fraction",
+    "data.train_bin",
+    "data.val_bin",
+    "data.folder",
+    "data.threads",
+    "data.batch_size",
+    "data.eval_batch_size",
+    "data.overfit_batches",
+    "tokenizer.name",
+    "optimizer._target_",
+    "schedule._target_",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.strategy",
+    "trainer.precision",
+    "trainer.accumulate_grad_batches",
+)
 
 
 def _are_local(value: object) -> bool:

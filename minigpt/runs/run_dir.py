@@ -102,25 +102,20 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         UserError: another process uses the folder, it holds a run or files that a run would
             overwrite, or it cannot be written.
     """
-    if not is_rank_zero():
-        yield
-        return
     # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
-    was_locked = (folder / LOCK).exists()
-    with _locked(folder, "run", 120 if RESTARTS else 2):
+    with _locked(folder, "run", 120 if RESTARTS else 2) as was_locked:
         # What is there before the run, which stays
         real = folder.resolve()  # the folder may be given as the link `latest`
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
             _check_unused(folder, before, resume)
             # What killed runs were writing; safetensors names the last ones
-            for pattern in (
-                f".*.{PARTIAL}",
-                f"checkpoints/**/.*.{PARTIAL}",
-                "checkpoints/**/.tmp??????",
+            for partial in (
+                *real.glob(f".*.{PARTIAL}"),
+                *real.glob(f"checkpoints/**/.*.{PARTIAL}"),
+                *real.glob("checkpoints/**/.tmp??????"),
             ):
-                for partial in real.glob(pattern):
-                    partial.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
             yield
         finally:
             written = {entry.name for entry in real.iterdir()} - before
@@ -139,8 +134,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 def lock_sweep_dir(folder: Path) -> Iterator[None]:
     """Make and lock the folder of a sweep; raise UserError if another sweep uses it."""
     folder.mkdir(parents=True, exist_ok=True)
-    was_locked = (folder / LOCK).exists()  # by a run, whose file it is
-    with _locked(folder, "sweep", 0):
+    with _locked(folder, "sweep", 0) as was_locked:  # by a run, whose file it is
         try:
             yield
         finally:
@@ -150,7 +144,8 @@ def lock_sweep_dir(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
+def _locked(folder: Path, kind: str, seconds: float) -> Iterator[bool]:
+    was_locked = (folder / LOCK).exists()  # the file stays after a run
     try:
         lock = FileLock(folder / LOCK).acquire(timeout=seconds)
     except Timeout as error:
@@ -162,7 +157,7 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[None]:
         error.filename = error.filename or str(folder / LOCK)  # a disk without locks names none
         raise
     with lock:
-        yield
+        yield was_locked
 
 
 def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
@@ -194,14 +189,13 @@ def is_locked(folder: Path) -> bool:
 def update_latest_link(folder: Path) -> None:
     """Point `latest`, beside a folder, at it; the runs of a sweep have no such link."""
     folder = folder.resolve()
-    if (folder.parent / PLAN).exists():
-        return
     latest = folder.parent / "latest"
-    with suppress(OSError):  # some file systems have no links
-        is_ours = any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
-        if latest.is_symlink() and (is_ours or not latest.exists()):
-            latest.unlink()
-        latest.symlink_to(folder.name, target_is_directory=True)
+    if not (folder.parent / PLAN).exists():
+        with suppress(OSError):  # some file systems have no links
+            is_ours = any((latest / name).exists() for name in (LOCK, ".hydra", PLAN))
+            if latest.is_symlink() and (is_ours or not latest.exists()):
+                latest.unlink()
+            latest.symlink_to(folder.name, target_is_directory=True)
 
 
 def append_log(folder: Path, line: str, *, show: bool = True) -> None:
@@ -219,8 +213,6 @@ def truncate_logs(folder: Path, step: int) -> None:
 
     What is written at the end of a run is removed too.
     """
-    if not is_rank_zero():
-        return
     (folder / SUMMARY).unlink(missing_ok=True)
     if (folder / METRICS).exists():
         truncate_metrics(folder / METRICS, step)
@@ -318,8 +310,10 @@ def print_results(folder: Path, sample: str, summary: Summary) -> None:
     )
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
         again = command("sample", str(short_path(folder)), "--seed", "1")
-        print(f"best checkpoint  {run}/{summary['checkpoint']}")
-        print(f"sample again     {sanitize_line(again)}")
+        print(
+            f"best checkpoint  {run}/{summary['checkpoint']}\n"
+            f"sample again     {sanitize_line(again)}"
+        )
 
 
 def short_path(path: Path) -> Path:

@@ -12,10 +12,6 @@ import lightning.pytorch as L
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.loggers import Logger
 from torch.utils._pytree import tree_map_only
 
 from minigpt.checkpoints.format import write
@@ -37,7 +33,7 @@ from minigpt.utils.ranks import TORCHRUN, launcher_sizes, rank_variables
 from minigpt.utils.terminal import warn
 
 
-def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
+def build_trainer(run: RunConfig, folder: Path, *callbacks: L.Callback) -> L.Trainer:
     """Build a Trainer whose budget is optimizer steps, with the loggers of the config.
 
     Args:
@@ -94,7 +90,9 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
             default_root_dir=folder,
             log_every_n_steps=1,
             enable_progress_bar=False,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_checkpointing=any(
+                isinstance(each, L.callbacks.Checkpoint) for each in callbacks
+            ),
             enable_model_summary=False,
             use_distributed_sampler=False,
             # FSDP2 would keep gathered weights that training cannot use; gloo has none either
@@ -104,7 +102,8 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: Callback) -> L.Train
         raise UserError(f"the trainer cannot be built: {error}") from error
     # What Lightning sets up differently
     number_by_step(trainer)
-    rank_zero_only.__dict__["rank"] = trainer.global_rank  # set at import, by any variable of ranks
+    # Set at import, by any variable of ranks
+    L.utilities.rank_zero_only.__dict__["rank"] = trainer.global_rank
     if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
         warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
     # Last, because W&B starts a run
@@ -185,7 +184,7 @@ class TokenDataModule(L.LightningDataModule):
         )
 
 
-class MetricsCSV(Logger):
+class MetricsCSV(L.loggers.Logger):
     """Append metrics to `metrics.csv`; Lightning's CSVLogger removes the file of a resumed run."""
 
     # Callbacks of Lightning write to save_dir/name/version, which is the run folder.
@@ -197,12 +196,12 @@ class MetricsCSV(Logger):
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         pass
 
-    @rank_zero_only
+    @L.utilities.rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         append_metrics(Path(self.save_dir) / METRICS, metrics, step)
 
 
-class CheckpointIO(TorchCheckpointIO):
+class CheckpointIO(L.plugins.TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does."""
 
     def save_checkpoint(

@@ -5,18 +5,21 @@ from typing import Any
 
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
+    "expectation": "planner.planned_sizes",
+    "final_originality": "interpret.originality",
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "interpret.run_corpus",
-    "final_originality": "interpret.originality",
     "hub_source": "corpora.hub_data",
     "join_chunks": "huggingface.whole_documents",
     "load_token_bins": "corpora.token_bins",
     "plan_run": "planner.plan",
+    "planned_overrides": "planner.planned_sizes",
     "plays_source": "corpora.plays",
     "read_compressed": "corpora.compressed",
     "read_csv": "corpora.tables",
     "read_parquet": "corpora.tables",
     "read_plays": "corpora.plays",
+    "with_plan": "planner.planned_sizes",
     "with_possible_sizes": "planner.planned_sizes",
 }
 

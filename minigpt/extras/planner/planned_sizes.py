@@ -3,16 +3,58 @@ heavy.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from minigpt.model.config import RULES
-from minigpt.runs.overrides import PLANNED_GROUPS
-from minigpt.runs.run_config import flat, normalize
-from minigpt.utils.errors import require
+from minigpt.runs.lightning_workarounds import fast_imports
+from minigpt.runs.run import load_parts
+from minigpt.runs.run_config import RunConfig, flat, normalize
+from minigpt.runs.run_dir import RUN_PLAN
+from minigpt.utils.errors import UserError, require
+from minigpt.utils.extras import from_extras
+from minigpt.utils.files import read_json
 
 HEAD_WIDTH = 32
+PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
+
+
+def planned_overrides(given: Mapping[str, str]) -> list[str]:
+    """Return the groups that `minutes=` selects beside the given overrides.
+
+    Raises:
+        UserError: they set a model, and a plan is of a new one.
+    """
+    for key in ("experiment", "init_from"):
+        if given.get(key, "null").lower() not in ("null", ""):
+            raise UserError(
+                f"minutes plans a new model, but {key}={given[key]} sets one; remove one of the two"
+            )
+    return [f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given]
+
+
+def with_plan(
+    cfg: DictConfig, folder: Path, overrides: Sequence[str], started: float
+) -> tuple[DictConfig, object]:
+    """Return a run configuration with the plan of `minutes=`, and the corpus of the run.
+
+    Args:
+        folder: of the run.
+        started: `time.perf_counter()` when the run started.
+    """
+    sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides))
+    corpus = load_parts(sized, folder=folder)[0]
+    with fast_imports():  # of heavy packages, after every setting is checked
+        plan_run = from_extras("plan_run")
+    return plan_run(cfg, folder, corpus, overrides, started), corpus
+
+
+def expectation(folder: Path) -> dict[str, object]:
+    """Return what the plan of a run expects, for its summary: the loss, if it is known."""
+    expected = read_json(folder / RUN_PLAN)["expected_val_loss"]
+    return {"expected_val_loss": expected} if expected else {}
 
 
 def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -22,9 +64,16 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
     Whole numbers in `cfg`, from which the plan is made too, become integers.
 
     Raises:
-        UserError: as `planned_heads`.
+        UserError: a run with `minutes=` cannot have these settings; or as `planned_heads`.
     """
     normalize(cfg)
+    require("pause_at", cfg.get("pause_at"), lambda step: step is None, "null with minutes")
+    require(
+        "trainer.devices",
+        OmegaConf.select(cfg, "trainer.devices", default=1),
+        lambda n: n == 1,
+        "1 with minutes, which plans for one device",
+    )
     if "model" in (given := given_settings(overrides)):
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
