@@ -336,14 +336,13 @@ def sample_best(
     whose sharded weights all ranks gather together.
     """
     # What is sampled, and whether it is compared with the text
-    run = data.run
     best = folder / BEST
     model = module.model
     if best.exists():
         model, _ = load_checkpoint(best, device=trainer.strategy.root_device)
-    compares = run.originality is not None and best.exists()
+    characters = data.run.originality if best.exists() else None
     if trainer.is_global_zero:
-        what = f" and {run.originality:,} characters, to see how much is copied" if compares else ""
+        what = f" and {characters:,} characters, to see how much is copied" if characters else ""
         run_dir.append_log(
             folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s"
         )
@@ -355,18 +354,18 @@ def sample_best(
         "",
         seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else float("inf"),
         temperature=0.8,
-        seed=run.seed,
+        seed=data.run.seed,
         max_new_tokens=FINAL_TOKENS,
     )
-    if not compares:
+    if characters is None:
         return sample, None
     return sample, from_extras("final_originality")(
         model,
         data.corpus,
         sample,
         folder,
-        characters=run.originality,
-        seed=run.seed,
+        characters=characters,
+        seed=data.run.seed,
         seconds=0.8 * (end - time.perf_counter()),  # the comparison itself takes the rest
     )
 

@@ -115,10 +115,11 @@ class RunConfig:
             cfg = pickle.loads(pickle.dumps(cfg))  # 1 ms; cfg.copy() takes 4
             cfg.update(callbacks={}, logger={})
         settings: Any = OmegaConf.to_container(cfg, resolve=True)
-        data = {field.name: settings["data"][field.name] for field in fields(DataConfig)}
         values = {
             **settings,
-            "data": DataConfig(**data),
+            "data": DataConfig(
+                **{field.name: settings["data"][field.name] for field in fields(DataConfig)}
+            ),
             "trainer": TrainerConfig(**settings["trainer"]),
             "settings": settings,
         }

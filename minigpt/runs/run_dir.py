@@ -108,7 +108,19 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         real = folder.resolve()  # the folder may be given as the link `latest`
         before = {entry.name for entry in real.iterdir() if was_locked or entry.name != LOCK}
         try:
-            _check_unused(folder, before, resume)
+            # Refuse the files of a run that is not to resume, and those that a run would overwrite.
+            # Other programs with Hydra write hydra.yaml too; the jobs of a sweep print to log.txt
+            # before they are runs.
+            own = {LOCK} if (real / ".hydra/hydra.yaml").exists() else {LOCK, ".hydra"}
+            is_run = (real / LAST).exists() or (real / BEST).exists() or bool(before & own)
+            in_sweep = (real.parent / PLAN).exists()
+            held = sorted(before & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
+            if held and not (resume and is_run):
+                what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"
+                raise UserError(
+                    f"{folder} already holds {what} choose another folder with hydra.run.dir=…, "
+                    "or remove it"
+                )
             # What killed runs were writing; safetensors names the last ones
             for partial in (
                 *real.glob(f".*.{PARTIAL}"),
@@ -134,7 +146,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 def lock_sweep_dir(folder: Path) -> Iterator[None]:
     """Make and lock the folder of a sweep; raise UserError if another sweep uses it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, "sweep", 0) as was_locked:  # by a run, whose file it is
+    with _locked(folder, "sweep", 0) as was_locked:  # by a run, whose lock file stays
         try:
             yield
         finally:
@@ -158,21 +170,6 @@ def _locked(folder: Path, kind: str, seconds: float) -> Iterator[bool]:
         raise
     with lock:
         yield was_locked
-
-
-def _check_unused(folder: Path, names: set[str], resume: bool) -> None:
-    # Other programs with Hydra write hydra.yaml too
-    own = {LOCK} if (folder / ".hydra/hydra.yaml").exists() else {LOCK, ".hydra"}
-    is_run = any((folder / name).exists() for name in (LAST, BEST)) or not names.isdisjoint(own)
-    # The jobs of a sweep print to log.txt before they are runs
-    in_sweep = (folder.resolve().parent / PLAN).exists()
-    held = sorted(names & ({METRICS, SUMMARY} if in_sweep else _WRITTEN))
-    if held and not (resume and is_run):
-        what = "a run; resume it with resume=auto," if is_run else f"{held[0]};"
-        raise UserError(
-            f"{folder} already holds {what} choose another folder with hydra.run.dir=…, "
-            "or remove it"
-        )
 
 
 def is_locked(folder: Path) -> bool:
@@ -299,8 +296,11 @@ def print_results(folder: Path, sample: str, summary: Summary) -> None:
                 f"{compared['validation_text']['longest']:,} in the validation text"
             )
         if "expected_val_loss" in summary:
-            expected, width = summary["expected_val_loss"]
-            print(f"expected         {expected:.2f} ± {width:.2f}, reached {loss:.3f}")
+            print(
+                "expected         {:.2f} ± {:.2f}, reached {:.3f}".format(
+                    *summary["expected_val_loss"], loss
+                )
+            )
     # Where it is
     run = sanitize_line(str(short_path(folder)))
     print(

@@ -119,10 +119,12 @@ def instantiate_group(name: str, group: Node) -> list[Any]:
 def _instantiate(name: str, group: Node) -> Node:
     # References are resolved already: a `${` that is left is text. Hydra resolves twice, and each
     # time halves the backslashes before a `${`.
-    escaped = tree_map_only(
-        str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group}
-    )
-    return instantiate(escaped, _convert_="all")[name]
+    return instantiate(
+        tree_map_only(
+            str, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\1\1\\\\\\${", text), {name: group}
+        ),
+        _convert_="all",
+    )[name]
 
 
 def partial_from_config(name: str, node: Mapping[str, object]) -> Callable[..., Any]:

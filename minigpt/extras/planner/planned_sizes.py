@@ -1,5 +1,7 @@
-"""Sizes of a model that `minutes=` chooses around those that the user gives. Imports nothing
-heavy.
+"""What the core calls for `minutes=`: overrides, the plan and what it expects, and possible sizes.
+
+The sizes are around those that the user gives. Imports nothing heavy before every setting is
+checked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
