@@ -302,7 +302,9 @@ def test_save_top_k_checkpoints_are_kept(train):
 
 
 def test_a_node_of_the_user_keeps_at_least_one_checkpoint(train):
-    node = "{_target_: minigpt.runs.callbacks.checkpoint_callback.CheckpointCallback, save_top_k: 0}"
+    node = (
+        "{_target_: minigpt.runs.callbacks.checkpoint_callback.CheckpointCallback, save_top_k: 0}"
+    )
     with pytest.raises(UserError, match="save_top_k must be an integer ≥ 1, got 0"):
         train(f"+callbacks.own={node}", "callbacks.checkpoint=null")
 
