@@ -1,9 +1,9 @@
-"""Batches as a pure function of (seed, step, rank, world size).
+"""Batches as a pure function of (seed, index of the batch, rank, world size).
 
-An epoch cuts the training tokens into windows at a random offset and reads each window once, in
-random order. The order of many windows is a keyed permutation evaluated at a position, not a
-shuffled list, so the cost of a batch does not depend on the size of the corpus, and a resumed run
-needs only its step.
+An optimizer step takes `accumulate_grad_batches` of them. An epoch cuts the training tokens into
+windows at a random offset and reads each window once, in random order. The order of many windows is
+a keyed permutation evaluated at a position, not a shuffled list, so the cost of a batch does not
+depend on the size of the corpus, and a resumed run needs only its step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,24 +26,24 @@ _MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk; its batches are c
 
 
 class WindowOrder:
-    """The order in which training reads the windows of `block_size` + 1 tokens.
+    """The order in which training reads the windows of `block_size` + 1 tokens, new in every epoch.
 
-    The training split has more tokens than one window. The windows of an epoch are adjacent and go
-    from the first token to the last, so that every token but the first is a target. They overlap in
-    two places, one near each end. How much of the overlap is in the first place is the offset of
-    the windows between the two. The places differ per epoch, so that no target is much more
-    frequent than others.
+    The windows of an epoch reach from the first token to the last, so that every token but the
+    first is a target. Side by side they would be longer than the split, by `overlap` tokens. So
+    they overlap at two of their boundaries, one near each end: each epoch draws which two, and how
+    much of `overlap` is at the first of them, by which the windows between the two are moved. The
+    training split has more tokens than one window.
     """
 
     def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
         self.block_size = block_size
         self.seed = seed
         self.last_start = n_tokens - 1 - block_size
-        # All epochs have the same number, which overlap by half a window or more in all: so many
-        # are the offsets.
+        # So many windows that `overlap`, the range of the random offset, is at least half a window;
+        # all epochs have the same number.
         self.n_windows = 1 - (-2 * self.last_start - block_size) // (2 * block_size)
         self.overlap = (self.n_windows - 1) * block_size - self.last_start
-        self.n_edge = min(8, self.n_windows - 1)  # at each end, between which windows overlap
+        self.n_edge = min(8, self.n_windows - 1)  # boundaries at each end, one of which overlaps
 
     def starts(self, index: Array) -> Array:
         """Return the first token of the windows at positions `index` over all epochs, any shape."""
@@ -74,6 +74,7 @@ class WindowOrder:
         is_after_first = window > first_place % self.n_edge  # (N,)
         is_after_last = window >= self.n_windows - 1 - last_place % self.n_edge  # (N,)
         moved = first_overlap * is_after_first + last_overlap * is_after_last  # (N,)
+        # Of a split with few windows, the two boundaries may be one, or in reverse order.
         return np.clip(window * self.block_size - moved, 0, self.last_start)  # (N,)
 
 
@@ -117,7 +118,7 @@ class Batches:
     device: torch.device
     first: Callable[[], int]  # returns the index of the first batch when iteration starts
     stop: int  # number of batches of the whole run
-    repeat: int  # number of batches that are repeated; 0 reads all
+    repeat: int  # read only so many batches, again and again; 0: read all
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)  # (B,)

@@ -63,7 +63,7 @@ def empty_model(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-_reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than a comparison
+_reference = lru_cache(maxsize=2)(empty_model)  # to build it takes longer than to compare with it
 
 
 class _SkipNormal(TorchFunctionMode):
@@ -82,10 +82,11 @@ def find_change(model: GPT, *, for_saving: bool = False) -> str | None:
     """Return the first thing that makes a model another than `GPT(model.config)`, or None.
 
     A model is the same in evaluation mode if it consists of exactly the same classes, with the
-    methods that they had at import, and has the same attributes and shapes, no attribute that hides
-    one of its class, and no hooks but those of FSDP2. Wrappers of `torch.compile` count as what
-    they wrap. Values and sharing of weights, and further attributes, may be any. `for_saving`,
-    hooks and the rounding of the rotary table do not count.
+    methods that they had at import, shares the same modules (layer_repeats), and has the same
+    attributes and shapes, no attribute that hides one of its class, and no hooks but those of
+    FSDP2. Wrappers of `torch.compile` count as what they wrap. Values of weights, whether two
+    weights are tied, and further attributes may be any. `for_saving`, hooks and the rounding of the
+    rotary table do not count.
     """
     if not for_saving and (
         torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
@@ -101,10 +102,10 @@ def _changes(
     seen: dict[nn.Module, nn.Module],
     for_saving: bool,
 ) -> Iterator[str]:
-    # Only the first difference is read; after it, the rest may fail.
-    # `seen` has the modules that were compared with references.
+    # Only the first difference is read; after it, the rest may fail. `seen` maps references to the
+    # modules that were compared with them.
     #
-    # The code that it runs is that of its class.
+    # The module runs the code of its class, as it was at import.
     module = original(wrapped)
     if not for_saving and (_has_hook(wrapped) or _has_hook(module)):
         yield f"{name} has a forward hook"

@@ -1,8 +1,8 @@
 """An architecture as plain, checked data. Imports nothing heavy.
 
 `GPTConfig` holds every architecture that the model can be, and a checkpoint stores it as a
-dictionary. `gpt2.yaml` in `configs/model/` repeats its defaults, because Hydra sets existing keys
-alone; the other presets are deltas.
+dictionary. `gpt2.yaml` in `configs/model/` repeats its defaults, because Hydra sets only existing
+keys; the other presets are deltas.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Run a model in evaluation mode and without compiled code, beside threads that train or evaluate.
+"""Run a model in evaluation mode and without compiled code, also in several threads at once.
 
 Depends on torch alone.
 """
@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-_EVALUATIONS = Counter[nn.Module | None]()  # that run: of a module in training mode; None: of all
-_SETTINGS = ExitStack()  # restores that of the process
+# How many evaluations run: of each module that was in training mode before, and of all by None.
+_EVALUATIONS = Counter[nn.Module | None]()
+_SETTINGS = ExitStack()  # restores the settings of the process
 _LOCK = threading.Lock()
 
 
 @contextmanager
 def evaluation(model: nn.Module | None = None) -> Iterator[None]:
-    """Run a model in evaluation mode, and without what is prepared for every length of a text.
+    """Run a model in evaluation mode, and without cuDNN's attention, which plans for every length.
 
-    Evaluations may overlap, in several threads and any order: the last one restores the modes and
-    the settings.
+    Evaluations of one model may overlap, in several threads and any order: the last one restores
+    the modes and the settings. These are of all threads, so another thread must not train the same
+    model meanwhile, or call its `train()` or `eval()`; it may train another model.
     """
     modules = [] if model is None else list(model.modules())
     # The first evaluation sets the modes and the settings.
@@ -56,15 +58,16 @@ def evaluation(model: nn.Module | None = None) -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """Call compiled modules and functions without their compiled code, in this thread alone.
 
-    torch's `set_stance` changes all threads, and the last of two calls that overlap restores the
-    stance of the other.
+    `torch.compiler.set_stance` acts on all threads. So the private object that holds torch's stance
+    is replaced, once, by one that is "force_eager" in the threads within this context. Where torch
+    has no such object, compiled code runs, which is right too.
     """
     stance: Any = _Stance(None)  # of no effect
     if "torch._dynamo" in sys.modules:  # else nothing is compiled
         from torch._dynamo import eval_frame as compiler
 
         with _LOCK:
-            stance = getattr(compiler, "_stance", None)  # a torch without it runs the compiled code
+            stance = getattr(compiler, "_stance", None)
             if not isinstance(stance, _Stance):
                 stance = vars(compiler)["_stance"] = _Stance(stance)
     stance.depth += 1

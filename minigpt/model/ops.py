@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-# Properties of this CPU by name; PyTorch before 2.11 has no such function, so no CPU has bfloat16.
+# Properties of this CPU by name. PyTorch before 2.11 has no such function; then a CPU counts as one
+# without bfloat16.
 CPU: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
 EPS = 1e-5  # default of what is added to the variance or the mean square
 

@@ -82,7 +82,7 @@ def draw(
     # In float64, a number below 1 times the total stays below the total.
     p = logits.softmax(dim=-1).to(uniform.device)  # (B, V)
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-    targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1); NaN is after all
+    targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1); NaN is sorted last, which draws V
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)  # (B,)
 
 

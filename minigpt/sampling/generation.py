@@ -43,7 +43,7 @@ class Step:
     """The next token of every sample; to be ignored for samples that stopped before."""
 
     tokens: list[int]
-    # Characters that each token completes, up to and with a stop string; empty without a tokenizer.
+    # Characters that each token completes, including a stop string; empty without a tokenizer.
     texts: list[str]
     # Of each token in nats, before temperature and filters; empty unless requested.
     logprobs: list[float]
@@ -54,7 +54,7 @@ class Step:
 class Sample:
     """The continuation of a prompt."""
 
-    # Up to and with the one that completes a stop string.
+    # Including the one that completes a stop string.
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # as in `Step`
     reason: str = "length"  # at max_new_tokens; or "stop"
@@ -153,7 +153,7 @@ def _steps(
     uniforms = PerSampleRNG(seeds, decoder.device)
     V = raw_logits.size(-1)
     tokenizer = detokenizers[0].tokenizer
-    unused = unused_ids(tokenizer.token_bytes if tokenizer else range(V), V, decoder.device)  # (V,)
+    unused = unused_ids(tokenizer.token_bytes, V, decoder.device) if tokenizer else None  # (V,)
     seen = None
     if settings.repetition_penalty != 1:
         seen = torch.zeros_like(raw_logits, dtype=torch.bool)  # (B, V)
@@ -186,7 +186,7 @@ def _steps(
 def decoder_class(model: GPT) -> type[Decoder]:
     """Return the class that decodes a model: a fast one, unless the user changed the model.
 
-    The lines of `minigpt.sampling.fast` can be deleted.
+    Without `minigpt.sampling.fast`, it would be `Decoder` for all.
     """
     if find_change(model) is not None:
         return Decoder
@@ -232,6 +232,7 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     block_size = model.config.block_size
     device = next(model.parameters()).device
     while done < len(ids):
+        # Once the text is longer than a window, half of each window is context.
         begin = 0 if done < block_size else done - (block_size + 1) // 2
         window = torch.tensor(ids[begin : begin + block_size + 1], device=device)  # (n,)
         with evaluation(model):

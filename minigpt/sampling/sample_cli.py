@@ -139,7 +139,7 @@ def read_prompt(
 ) -> tuple[str, list[int]]:
     """Return the prompt given as text, in files or on stdin (`-`), with its ids.
 
-    No prompt is the start of a text.
+    Without a prompt, sampling starts a new text.
 
     Args:
         settings: `field` and `separator` of the data group; files are tokenized as in training.

@@ -76,7 +76,7 @@ def muon(
     """
     rows = matrix_params(model)
     tables = {model.ngrams.table.weight} if model.config.ngram else set()
-    decayed = [p for p in tables if p.requires_grad]
+    trained_tables = [p for p in tables if p.requires_grad]
     others = [
         p for p in model.parameters() if p.requires_grad and p not in rows and p not in tables
     ]
@@ -96,7 +96,7 @@ def muon(
             "momentum": momentum,
             "newton_schulz_steps": newton_schulz_steps,
         },
-        {**adam, "params": decayed, "weight_decay": ngram_weight_decay},
+        {**adam, "params": trained_tables, "weight_decay": ngram_weight_decay},
         {**adam, "params": others, "weight_decay": 0.0},
     ]
     return Muon(groups, rows)
@@ -167,21 +167,24 @@ class Muon(torch.optim.Optimizer):
         averages = [local_shard(self.state[p]["momentum"]) for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(gradients, averages, group["momentum"])
-        # Split concatenated matrices. By shape: weight, update, and how many rows each rank holds.
+        # Split concatenated matrices into their parts, such as queries, keys and values. By shape:
+        # weight and update of each part, and how many of its rows each rank holds.
         stacks = defaultdict[tuple[int, int], list[tuple[Tensor, Tensor, list[int]]]](list)
         for matrix, update in zip(matrices, nesterov, strict=True):
-            held = self.ranks.rows_of_ranks(self.rows[matrix])
-            here = [counts[self.ranks.rank] for counts in held]
-            pieces = zip(local_shard(matrix).split(here), update.split(here), held, strict=True)
-            for rows, piece in zip(self.rows[matrix], pieces, strict=True):
-                stacks[rows, matrix.size(1)].append(piece)
-        # Orthogonalize all matrices of a shape at once.
-        for (rows, columns), stack in stacks.items():
-            weights, updates, held = [list(values) for values in zip(*stack, strict=True)]
-            updates = self.ranks.orthogonalize(updates, held, group["newton_schulz_steps"])
+            part_rows = self.rows[matrix]  # [H·D, K·D, K·D] of queries, keys and values
+            rank_rows = self.ranks.rows_of_ranks(part_rows)
+            own_rows = [counts[self.ranks.rank] for counts in rank_rows]
+            weights = local_shard(matrix).split(own_rows)
+            parts = zip(weights, update.split(own_rows), rank_rows, strict=True)
+            for n_rows, part in zip(part_rows, parts, strict=True):
+                stacks[n_rows, matrix.size(1)].append(part)
+        # Orthogonalize all parts of a shape at once.
+        for (n_rows, n_columns), stack in stacks.items():
+            weights, updates, rank_rows = [list(values) for values in zip(*stack, strict=True)]
+            updates = self.ranks.orthogonalize(updates, rank_rows, group["newton_schulz_steps"])
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_mul_(updates, max(1, rows / columns) ** 0.5)
+            torch._foreach_mul_(updates, max(1, n_rows / n_columns) ** 0.5)
             torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
     def _adamw(self, group: Group, parameters: list[Any]) -> None:
@@ -227,7 +230,7 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """
     x = matrices / (torch.linalg.matrix_norm(matrices, keepdim=True) + 1e-7)  # (N, R, C)
     if matrices.dtype == torch.float32:
-        x = x.to(half_dtype(matrices.device))
+        x = x.to(half_dtype(matrices.device))  # None: float32
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # (N, r, c) with r ≤ c: the Gram matrix is of the shorter side
     for _ in range(steps):
