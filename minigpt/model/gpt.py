@@ -123,13 +123,13 @@ class GPT(nn.Module):
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
-        targets = self._to_ids(targets)
-        if targets.shape != tokens.shape:
+        next_ids = self._to_ids(targets)
+        if next_ids.shape != tokens.shape:
             raise ValueError(
                 f"targets must have the shape of the tokens, {(*tokens.shape,)}, "
-                f"got {(*targets.shape,)}"
+                f"got {(*next_ids.shape,)}"
             )
-        return self._loss(logits.flatten(0, 1), targets.flatten(), reduction)
+        return self._loss(logits.flatten(0, 1), next_ids.flatten(), reduction)
 
     def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
         """Return the input of the first block (B, T, C).
