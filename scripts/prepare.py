@@ -1,7 +1,7 @@
-"""Write token files without training.
+"""Write token files without training: python scripts/prepare.py data=text data.path=my.txt
 
-`python scripts/prepare.py data=text data.path=my.txt tokenizer=bpe` takes the config groups
-data= and tokenizer= of scripts/train.py, which also writes token files if they are missing.
+It takes the config groups data= and tokenizer= of scripts/train.py, which also writes token files
+if they are missing.
 """
 
 import os

@@ -15,7 +15,7 @@ ORDER = [
     *("utils", "data", "model", "training", "checkpoints", "distributed", "sampling", "runs"),
     *("sweeps", "extras", "scripts"),
 ]
-READ = {"train": 5260, "sample": 2740}  # statements that a script imports, extras aside
+READ = {"train": 5270, "sample": 2740}  # statements that a script imports, extras aside
 SIZES = {"core": 6900, "extras": 3250}  # statements of Python
 # Of the core: what makes a reader read a line twice. Its length is limited by ruff.
 DENSE = {"a, b = x, y": 15, "walrus": 15, "nested comprehension": 0, "Any": 110}

@@ -60,6 +60,7 @@ REFUSED = {
     "train.py --config-dir mine experiment=wide -m seed=1,2": "mine/experiment/wide.yaml is not UTF-8; save it as UTF",
     "train.py --config-dir mine --config-name wide": "mine/wide.yaml is not UTF-8; save it as UTF-8",
     "train.py --config-dir mine experiment=open": "error: while parsing a flow sequence in",
+    "train.py optimizer._target_=[a,b]": "error: optimizer._target_=['a', 'b']: ",
     "train.py optimizer._target_=nowhere.make": "optimizer._target_=nowhere.make: No module named 'nowhere'; modules",
     "train.py +callbacks.mine._target_=nowhere.Mine": "error: callbacks.mine._target_: Error loading 'nowhere.Mine'",
     "train.py device=cpu": "device does not exist; write trainer=…",

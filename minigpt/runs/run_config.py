@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, errors
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.moved import MOVED
+from minigpt.utils.moved import current
 from minigpt.utils.scripts import ROOT, shell_quote
 
 Node = dict[str, Any]  # a config group
@@ -218,8 +218,8 @@ def normalize(cfg: DictConfig) -> Node:
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))
-        if key.endswith("_target_") and written in MOVED:
-            OmegaConf.update(cfg, key, MOVED[written])
+        if key.endswith("_target_") and current(written) != written:
+            OmegaConf.update(cfg, key, current(written))
     settings = {}
     rules = RUN_RULES | {f"model.{name}": rule for name, rule in RULES.items()}
     for key, (accepts, _) in rules.items():

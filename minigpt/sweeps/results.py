@@ -366,6 +366,7 @@ def _read_or_warn(read: Callable[[Path], Values], file: Path) -> Values:
         ValueError,
         ArithmeticError,
         AttributeError,
+        TypeError,
         RecursionError,
         csv.Error,
         yaml.YAMLError,

@@ -12,6 +12,14 @@ MOVED = {
 }
 
 
+_EARLIER = {present: earlier for earlier, present in MOVED.items()}
+
+
 def current(value: Any) -> Any:
-    """Return the present name of what has moved; any other value as it is."""
-    return MOVED.get(value, value) if isinstance(value, str) else value
+    """Return the present name of what has moved, also of `module:name`; another value as it is."""
+    return MOVED.get(value.replace(":", "."), value) if isinstance(value, str) else value
+
+
+def earlier(value: Any) -> Any:
+    """Return the earlier name of what has moved, for checksums that must stay the same."""
+    return _EARLIER.get(value, value) if isinstance(value, str) else value

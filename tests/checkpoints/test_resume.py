@@ -390,6 +390,11 @@ def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tm
         train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
 
 
+class SaveEarly(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints/early.safetensors")
+
+
 class FailAtStart(Callback):
     def on_fit_start(self, *args: Any) -> None:
         raise OSError("no such device")
@@ -613,3 +618,9 @@ def test_metrics_and_samples_are_synced_before_their_checkpoint(train, tmp_path,
     monkeypatch.setattr(os, "fsync", watch)
     train(SAMPLES, folder=folder)
     assert checkpoints == 2
+
+
+def test_a_callback_may_save_a_checkpoint_before_the_training(train):
+    run = train("+callbacks.early._target_=test_resume.SaveEarly", "max_steps=2", "eval_every=2")
+    weights, _ = load_checkpoint(run.folder / "checkpoints/early.safetensors")
+    assert weights.config == load_checkpoint(run.folder)[0].config

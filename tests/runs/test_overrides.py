@@ -540,7 +540,7 @@ def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_pat
 def test_names_of_before_in_a_users_file_train_as_those_of_today(train, trained):
     before = [
         "optimizer._target_=minigpt.optim.adamw",
-        "schedule._target_=minigpt.schedules.cosine",
+        "schedule._target_=minigpt.schedules:cosine",
         "callbacks.samples._target_=minigpt.runs.callbacks.samples.Samples",
     ]
     short = "callbacks.samples.max_new_tokens=20"

@@ -325,7 +325,7 @@ def test_rows_of_noisy_runs_are_compared_and_those_of_diverged_ones_are_not(tmp_
 DAMAGE = {
     "metrics.csv": [b"\0\xff\xfe\n\0\n", b"step,tokens\n1,inf\n"],
     "summary.json": [b'{"status": "comp', b"[1, 2]", b"[" * 100_000],
-    ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b"],
+    ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"- a: b"],
     ".hydra/config.yaml": [
         b"[1, 2]",
         b"a: &a [[]]\nb: [*a, *a]",

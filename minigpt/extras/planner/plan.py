@@ -37,6 +37,7 @@ from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads
 from minigpt.training.precision import training_precision
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
+from minigpt.utils.moved import earlier
 from minigpt.utils.ranks import launcher_sizes
 
 # (n_layer, n_embd); a step of each takes up to twice the time of the one before
@@ -116,7 +117,8 @@ def plan_run(
     if cfg.resume == "auto" and file.exists():
         plan = _read_plan(file)
     elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
-        row = sha256_json({**relevant_settings(cfg), "seed": None})
+        settings = {key: earlier(value) for key, value in relevant_settings(cfg).items()}
+        row = sha256_json({**settings, "seed": None})
         shared = sweep.with_name(f".plan-{row[:16]}.json")
         with FileLock(f"{shared}.lock"):
             if not shared.exists():

@@ -51,7 +51,8 @@ class MetricsCallback(L.Callback):
         # None before training and during validation.
         self.seconds = self._logged_seconds = 0.0
         self._clock: float | None = None
-        # Of the batches since the last row, per rank, from a checkpoint
+        # The losses of the batches since the last row, and the same per rank, from a checkpoint
+        self._losses: list[torch.Tensor] = []
         self._resumed_losses: list[list[float]] = [[]]
         # The number of threads of a CPU, and [step, number from the next one on] of its changes
         self._threads = ThreadBalancer(fixed=True)  # until the training starts

@@ -25,6 +25,7 @@ from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
 from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError
+from minigpt.utils.moved import MOVED, current, earlier
 
 
 @pytest.fixture
@@ -503,3 +504,10 @@ def test_too_little_text_or_time_and_several_processes_are_errors(
     monkeypatch.setattr(planning, "launcher_sizes", lambda: (1, 2))
     with pytest.raises(UserError, match="minutes plans for one process; set max_steps instead"):
         minigpt.train([*mine, f"hydra.run.dir={tmp_path}/run"])
+
+
+def test_a_sweep_finds_the_plan_that_it_made_when_functions_had_other_names():
+    """The name of a shared plan is a checksum of settings, among them names that moved since."""
+    for before, present in MOVED.items():
+        assert (current(before), earlier(present)) == (present, before)
+        assert (current(present), earlier(before)) == (present, before)
