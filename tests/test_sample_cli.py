@@ -5,11 +5,13 @@ import io
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from corpora import corpus_of, on_disk, rows
@@ -19,6 +21,7 @@ from small_runs import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.data import readers
 from minigpt.data.readers import read_texts
 from minigpt.data.tokenizer import (
     SEPARATOR,
@@ -517,3 +520,19 @@ def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_p
     assert "has a chat template, which is not applied to the prompt; set --chat" in raw.stderr
     (folder / "chat_template.jinja").unlink()
     assert error(sample(folder, "--chat")).startswith("error: --chat needs a chat template, and ")
+
+
+def test_a_long_prompt_without_a_place_to_cut_is_tokenized_in_the_parts_of_training(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 1000)
+    text = "".join(random.Random(0).choices("etaoinshrdlu", k=50_000))
+    tokenizer = BPETokenizer.train([text], 400)
+    file = tmp_path / "long.txt"
+    file.write_text(text, encoding="utf-8")
+    settings = {"field": "text", "separator": "<|endoftext|>"}
+    chunks = read_texts(str(file), "--prompt-file", **settings)
+    expected = np.concatenate([tokenizer.encode(chunk.text) for chunk in chunks]).tolist()
+    assert expected != tokenizer.encode(text).tolist()  # a merge spans two parts
+    assert read_prompt(tokenizer, None, str(file), settings) == (text, expected)

@@ -108,14 +108,14 @@ def print_score(
     as_json: bool,
 ) -> None:
     """Print the likelihood of documents after `start`: in total, and as JSON also per token."""
-    documents = _documents(chunks)
+    documents = _documents(tokenizer, chunks)
     ids = _tokenize(tokenizer, documents)
     if not ids:
         raise UserError("--score must be a non-empty text")
     ids += tokenizer.suffix
     result = score(model, ids, start)
     ranks = result.ranks.tolist()
-    n_bytes = sum(len(text.encode()) for text in documents)  # separators have none
+    n_bytes = sum(len("".join(parts).encode()) for parts in documents)  # separators have none
     total = {
         "tokens": len(ids),
         "bytes": n_bytes,
@@ -153,28 +153,32 @@ def read_prompt(
             )
         text = whole_characters(typed)  # as the tokenizer encodes it
         return text, encode_prompt(tokenizer, text).tolist()
-    documents = _documents(read_texts(file, "--prompt-file", **settings))
-    text = tokenizer.names(tokenizer.separator).join(filter(None, documents))
+    documents = _documents(tokenizer, read_texts(file, "--prompt-file", **settings))
+    text = tokenizer.names(tokenizer.separator).join(filter(None, map("".join, documents)))
     ids = _tokenize(tokenizer, documents)
     return text, [*tokenizer.prefix, *ids] if ids else tokenizer.start.tolist()
 
 
-def _documents(chunks: Iterable[TextChunk]) -> list[str]:
+def _documents(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> list[list[str]]:
+    """Return the parts of each document that training tokenizes by themselves."""
     documents: list[list[str]] = []
     for text, first in chunks:
         if first:
             documents.append([])
         documents[-1].append(text)
-    return ["".join(parts) for parts in documents]
+    if tokenizer.splits_at_cuts:
+        return documents
+    return [["".join(parts)] for parts in documents]
 
 
-def _tokenize(tokenizer: Tokenizer, documents: Iterable[str]) -> list[int]:
+def _tokenize(tokenizer: Tokenizer, documents: Iterable[Sequence[str]]) -> list[int]:
     """Return the ids of documents, with separators as in training."""
     ids: list[int] = []
-    for text in filter(None, documents):
-        if ids:
+    for parts in documents:
+        if ids and any(parts):
             ids += tokenizer.separator.tolist()
-        ids += tokenizer.parse(text).tolist()
+        for text in filter(None, parts):
+            ids += tokenizer.parse(text).tolist()
     return ids
 
 
