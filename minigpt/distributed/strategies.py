@@ -38,8 +38,11 @@ class DDP(strategies.DDPStrategy):
         self._ddp_kwargs["static_graph"] = model.trainer.accumulate_grad_batches == 1
         replica = super()._setup_model(model)
         if self.compress:
-            # The lambda passes a check that refuses gloo, which can sum bfloat16 too.
-            replica.register_comm_hook(None, lambda state, part: bf16_compress_hook(state, part))
+            # The lambda passes a check that refuses gloo, which can sum bfloat16 too; torch looks
+            # for a parameter of this name.
+            replica.register_comm_hook(
+                None, lambda state, bucket: bf16_compress_hook(state, bucket)
+            )
         return replica
 
 

@@ -40,8 +40,13 @@ pytestmark = pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("ddp", "sharded") else pytest.mark.slow)
-        for name in RUNS
+        "ddp",
+        pytest.param("compressed", marks=[pytest.mark.slow, pytest.mark.ci]),
+        "sharded",
+        pytest.param("gathered", marks=pytest.mark.slow),
+        pytest.param("recomputed", marks=pytest.mark.slow),
+        pytest.param("shared", marks=pytest.mark.slow),
+        pytest.param("reduced", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_as_one(name, small, trained, tmp_path):
