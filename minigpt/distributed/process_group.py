@@ -205,4 +205,6 @@ def set_timeout(timeout: timedelta) -> None:
 def _group() -> Any:
     # torch.distributed if this process belongs to a process group; torch may not be imported yet.
     distributed: Any = sys.modules.get("torch.distributed")
-    return distributed if distributed and distributed.is_initialized() else None
+    if not distributed or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
