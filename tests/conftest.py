@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import quick  # noqa: F401
 import torch
 from filelock import FileLock
 from models import save_tokenizer

@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from small_runs import SCRIPTS
 from tqdm import tqdm
@@ -28,7 +31,7 @@ _IMPORTS = [
     "minigpt.training.optim",
     "minigpt.training.ema",
 ]
-PRELOADED = [*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"]
+PRELOADED = [*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples", "quick"]
 _forkserver.set_forkserver_preload(PRELOADED)
 
 
@@ -77,6 +80,7 @@ class Script:
             self.pid = self._popen.pid
         else:
             options = (command, self.files, cwd or Path.cwd(), env, prepare)
+            _start_server()
             self._process = _forkserver.Process(target=_run_forked, args=options)
             self._process.start()
             self.pid = self._process.pid
@@ -158,9 +162,17 @@ def live_processes(session: int) -> list[int]:
 
 def wait_for_imports() -> None:
     """Wait until the fork server has imported everything."""
+    _start_server()
     imports = _forkserver.Process(target=int)
     imports.start()
     imports.join()
+
+
+@lru_cache
+def _start_server() -> None:
+    """Start the fork server where it finds the modules of tests."""
+    with patch.dict(os.environ, PYTHONPATH=str(SCRIPTS.parent / "tests")):
+        forkserver.ensure_running()
 
 
 def _run_forked(
