@@ -31,7 +31,7 @@ _IMPORTS = [
     "minigpt.training.optim",
     "minigpt.training.ema",
 ]
-PRELOADED = [*_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples", "quick"]
+PRELOADED = ["quick", *_IMPORTS, "minigpt.runs.run", "minigpt.runs.callbacks.samples"]
 _forkserver.set_forkserver_preload(PRELOADED)
 
 

@@ -13,7 +13,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from small_runs import CONFIGS, composed
 
-import minigpt.runs.fit
+from minigpt.runs.lightning_workarounds import fast_imports
+
+with fast_imports():
+    import minigpt.runs.fit
 
 _list_defaults = config_loader_impl.create_defaults_list
 _compose = ConfigLoaderImpl._compose_config_from_defaults_list
