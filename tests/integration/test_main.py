@@ -1,4 +1,4 @@
-"""The command `minigpt` in the clone; `integration/test_wheel.py` runs it from a wheel."""
+"""The command `minigpt` in the clone; `test_wheel.py` runs it from a wheel."""
 
 import subprocess
 import sys

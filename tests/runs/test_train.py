@@ -88,7 +88,7 @@ class Remove(Callback):
 
 def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
     remove = [
-        "+callbacks.remove._target_=test_training.Remove",
+        "+callbacks.remove._target_=test_train.Remove",
         f"+callbacks.remove.folder={tmp_path}/data/tokens",
     ]
     run = train(*remove)
@@ -318,7 +318,7 @@ def test_runs_of_two_threads_train_one_after_the_other(train, trained, tmp_path)
     def run(seed):
         return train(
             f"seed={seed}",
-            "+callbacks.wait._target_=test_training.Wait",
+            "+callbacks.wait._target_=test_train.Wait",
             folder=tmp_path / f"{seed}",
         )
 
@@ -345,7 +345,7 @@ def test_training_leaves_signal_handlers_of_the_program_as_they_were(train, erro
         raise KeyboardInterrupt
 
     given = {signum: signal.signal(signum, mine) for signum in END_SIGNALS}
-    fails = ["+callbacks.fail._target_=test_training.Fail", f"+callbacks.fail.error={error}"]
+    fails = ["+callbacks.fail._target_=test_train.Fail", f"+callbacks.fail.error={error}"]
     try:
         with nullcontext() if error is None else pytest.raises((SystemExit, ZeroDivisionError)):
             train("max_steps=2", *(fails if error else ()))
@@ -569,7 +569,7 @@ class LogOddNames(Callback):
 
 
 def test_a_metric_may_have_a_comma_a_quote_or_a_line_break_in_its_name(train):
-    odd = ["+callbacks.odd._target_=test_training.LogOddNames", "log_every=1", "eval_every=2"]
+    odd = ["+callbacks.odd._target_=test_train.LogOddNames", "log_every=1", "eval_every=2"]
     train(*odd, "max_steps=4")
     run = train(*odd, "max_steps=6", "resume=auto")
     assert run.summary["status"] == "completed"
