@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import make_model
+from refusals import refused
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OtherLinear
@@ -116,24 +117,31 @@ def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, 
     model = make_model(layer_repeats=2)
     NOT_SAVED[message](model)
     message = f"^weights and a config cannot describe this model: model.{re.escape(message)}"
-    with pytest.raises(UserError, match=message):
-        save_checkpoint(model, TOKENIZER, tmp_path / "a.safetensors")
+    refused(message, save_checkpoint, model, TOKENIZER, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path):
-    with pytest.raises(UserError, match=r"vocab_size must be at least the tokenizer's 256, got 23"):
-        save_checkpoint(make_model(), ByteTokenizer(), tmp_path / "mine.safetensors")
+    refused(
+        r"vocab_size must be at least the tokenizer's 256, got 23",
+        save_checkpoint,
+        make_model(),
+        ByteTokenizer(),
+        tmp_path / "mine.safetensors",
+    )
     assert not any(tmp_path.iterdir())
 
 
 def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
     for resume in (str(tmp_path), "auto"):
-        with pytest.raises(
-            UserError, match="holds a model without its run; use a checkpoint of a training run"
-        ):
-            find_resumed(resume, tmp_path, checkpoint())
+        refused(
+            "holds a model without its run; use a checkpoint of a training run",
+            find_resumed,
+            resume,
+            tmp_path,
+            checkpoint(),
+        )
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -176,8 +184,12 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("value", [Path("runs"), {(1, 2): 3}, [[{"a": print}]]], ids=repr)
 def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path, value):
-    with pytest.raises(UserError, match=r"tensors and plain data only; callbacks\.x.* is of type"):
-        write(checkpoint() | {"callbacks": {"x": value}}, tmp_path / "a.safetensors")
+    refused(
+        r"tensors and plain data only; callbacks\.x.* is of type",
+        write,
+        checkpoint() | {"callbacks": {"x": value}},
+        tmp_path / "a.safetensors",
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -185,16 +197,16 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
-    with pytest.raises(
-        UserError, match=rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"
-    ):
-        load_checkpoint(tmp_path / "a.safetensors")
+    refused(
+        rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}",
+        load_checkpoint,
+        tmp_path / "a.safetensors",
+    )
 
 
 def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="train"):
-        find_checkpoint(None)
+    refused("train", find_checkpoint, None)
     runs = Path("runs")
     for age, name in ((30, f"z/{BEST}"), (10, f"m/{BEST}"), (20, f"a/{BEST}"), (0, f"m/{LAST}")):
         (runs / name).parent.mkdir(parents=True, exist_ok=True)
@@ -208,8 +220,7 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monk
     )
     (runs / "m" / BEST).unlink()
     assert find_checkpoint(str(runs / "m")) == runs / "m" / LAST
-    with pytest.raises(UserError, match="holds no"):
-        find_checkpoint(runs)
+    refused("holds no", find_checkpoint, runs)
 
 
 def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
@@ -226,8 +237,7 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
         assert find_checkpoint(None) == folder / BEST
     (sweep / PLAN).touch()
     assert find_checkpoint(None) == sweep / "3" / BEST  # no run has ended
-    with pytest.raises(UserError, match=r"holds no checkpoints/best"):
-        find_checkpoint(sweep, last=True)
+    refused(r"holds no checkpoints/best", find_checkpoint, sweep, last=True)
     for name, value in bits.items():
         (sweep / name / SUMMARY).write_text(
             f'{{"best_val_bits_per_byte": {value}}}', encoding="utf-8"
@@ -257,8 +267,7 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
                 # The bit is in `"format": "pt"` or in the padding
                 assert_same(read(path), expected)
         else:
-            with pytest.raises(UserError, match="its checksum is wrong; use an older checkpoint"):
-                read(path)
+            refused("its checksum is wrong; use an older checkpoint", read, path)
 
 
 def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
@@ -282,11 +291,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {}, False)
     (tmp_path / BEST).write_bytes(b"")
-    with pytest.raises(
-        UserError,
-        match=r"no checkpoint in .* can be resumed; .*last\.safetensors is not a complete",
-    ):
-        find()
+    refused(r"no checkpoint in .* can be resumed; .*last\.safetensors is not a complete", find)
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 from servers import make_instruct_folder
 from small_runs import column
@@ -18,7 +19,6 @@ from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import encode_prompt
 from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.runs.run_dir import read_summary
-from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 UNCHANGED = ["max_steps=1", "optimizer.lr=1e-30", "schedule.warmup_steps=0"]
@@ -161,8 +161,9 @@ def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path,
         assert (found.source, found.revision, found.name) == (source, commit, source)
         expected = load_file(gpt2_folder / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(found.load().wte.weight, expected)
-    with pytest.raises(UserError, match="someone/other does not exist, and cannot be downloaded"):
-        find_pretrained("someone/other")
+    refused(
+        "someone/other does not exist, and cannot be downloaded", find_pretrained, "someone/other"
+    )
 
 
 @pytest.mark.network

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import train_on_ranks
+from refusals import refused
 from small_runs import composed, rows, small_run, table
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -22,7 +23,7 @@ from minigpt.checkpoints.format import read, write
 from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary
 from minigpt.training.ema import EMA
-from minigpt.utils.errors import NonFiniteLoss, UserError
+from minigpt.utils.errors import NonFiniteLoss
 from minigpt.utils.signals import Interrupted
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
@@ -305,8 +306,12 @@ def test_a_node_of_the_user_keeps_at_least_one_checkpoint(train):
     node = (
         "{_target_: minigpt.runs.callbacks.checkpoint_callback.CheckpointCallback, save_top_k: 0}"
     )
-    with pytest.raises(UserError, match="save_top_k must be an integer ≥ 1, got 0"):
-        train(f"+callbacks.own={node}", "callbacks.checkpoint=null")
+    refused(
+        "save_top_k must be an integer ≥ 1, got 0",
+        train,
+        f"+callbacks.own={node}",
+        "callbacks.checkpoint=null",
+    )
 
 
 def test_checkpoints_hold_the_ema_weights(trained):
@@ -354,11 +359,11 @@ def test_means_that_the_precision_rounds_away_are_a_warning(train, precision, be
 
 def test_an_average_of_shards_in_half_precision_is_refused():
     half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
-    with pytest.raises(
-        UserError,
-        match=r"trainer\.precision must be another than bf16-true and 16-true with trainer=",
-    ):
-        check_run(composed(*half))
+    refused(
+        r"trainer\.precision must be another than bf16-true and 16-true with trainer=",
+        check_run,
+        composed(*half),
+    )
     check_run(composed(*half, "ema_decay=null"))
 
 
@@ -386,8 +391,12 @@ def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp
 )
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tmp_path, change):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
-    with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
-        train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
+    refused(
+        r"damaged\.safetensors does not hold a run of minigpt",
+        train,
+        "max_steps=24",
+        f"resume={tmp_path}/damaged.safetensors",
+    )
 
 
 class SaveEarly(Callback):
@@ -442,8 +451,7 @@ def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys)
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     assert train("resume=auto", folder=folder).summary == summary | {"folder": str(folder)}
     assert capsys.readouterr().out.count("\n") == 1
-    with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
-        train("resume=auto", "model.n_layer=1", folder=folder)
+    refused(r"resume=.*model\.n_layer", train, "resume=auto", "model.n_layer=1", folder=folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
@@ -462,8 +470,7 @@ def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_r
     del content["minigpt"]["corpus_provenance"]["cut"]  # the earlier version cut at 400
     write(content, last)
     was = r"the cut between the splits \(at the start of a document in the checkpoint, within a document now\)"
-    with pytest.raises(UserError, match=was):
-        train(f"data.path={tmp_path}/texts", "max_steps=3", "resume=auto")
+    refused(was, train, f"data.path={tmp_path}/texts", "max_steps=3", "resume=auto")
 
 
 @pytest.fixture
@@ -508,17 +515,21 @@ def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_p
         ),  # in a new folder
     ):
         missing = "typo.txt" if "typo" in change else "mine.txt"
-        with pytest.raises(UserError, match=rf"data\.path=.*{missing} does not exist; .*{problem}"):
-            train(*textless, change, folder=tmp_path / ("new" if "seed" in change else "run"))
+        refused(
+            rf"data\.path=.*{missing} does not exist; .*{problem}",
+            train,
+            *textless,
+            change,
+            folder=tmp_path / ("new" if "seed" in change else "run"),
+        )
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
     meta.write_text(
         meta.read_text(encoding="utf-8").replace('"val_fraction": 0.1', '"val_fraction": 0.11'),
         encoding="utf-8",
     )
-    with pytest.raises(
-        UserError, match=r"does not exist; .*; or restore its token files: .* has none of the run"
-    ):
-        train(*textless)
+    refused(
+        r"does not exist; .*; or restore its token files: .* has none of the run", train, *textless
+    )
 
 
 def test_token_files_of_another_split_are_refused_whatever_the_settings_are(
@@ -527,10 +538,13 @@ def test_token_files_of_another_split_are_refused_whatever_the_settings_are(
     train("data.val_fraction=0.2", "max_steps=1", folder=tmp_path / "other")
     for meta in tmp_path.glob("data/tokens/*/meta.json"):
         bins = [f"data.{split}_bin={meta.parent}/{split}.bin" for split in ("train", "val")]
-        with pytest.raises(
-            UserError, match=r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"
-        ):
-            train(*bins, "max_steps=21", f"resume={trained()}")
+        refused(
+            r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)",
+            train,
+            *bins,
+            "max_steps=21",
+            f"resume={trained()}",
+        )
 
 
 class Terminate(Callback):

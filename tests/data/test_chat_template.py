@@ -4,10 +4,10 @@ import json
 
 import pytest
 import transformers
+from refusals import refused
 from servers import CHATML, make_instruct_folder
 
 from minigpt.checkpoints.init_from import find_pretrained
-from minigpt.utils.errors import UserError
 
 # As Llama 3's, with the rest of what templates use.
 RICH = """{{- bos_token }}
@@ -126,10 +126,7 @@ def test_of_several_templates_the_one_named_default_is_rendered(folder, place):
         return
     with pytest.raises(ValueError, match="no default specified"):
         theirs.apply_chat_template(messages)
-    with pytest.raises(
-        UserError, match="the folder has several templates, and none is named default"
-    ):
-        ours(messages)
+    refused("the folder has several templates, and none is named default", ours, messages)
 
 
 def test_a_start_token_is_in_a_chat_as_often_as_the_template_writes_it(tmp_path):
@@ -157,7 +154,8 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
     ):
         ours, _ = with_template(folder, chat_template=text)
-        with pytest.raises(
-            UserError, match=f"the chat template does not take these messages: .*({message})"
-        ):
-            ours([{"role": "user", "content": "Hello"}])
+        refused(
+            f"the chat template does not take these messages: .*({message})",
+            ours,
+            [{"role": "user", "content": "Hello"}],
+        )

@@ -8,6 +8,7 @@ import tiktoken.load
 import tiktoken.registry
 import tiktoken_ext.openai_public as public
 from corpora import serving, sha256
+from refusals import refused
 
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import PATTERNS, SEPARATOR, BPETokenizer
@@ -70,7 +71,9 @@ def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, se
     assert server.url not in str(error.value)
     (tmp_path / "file").touch()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file/cache"))
-    with pytest.raises(
-        UserError, match=r"cannot be written to .*file/cache .*set TIKTOKEN_CACHE_DIR to a writable"
-    ):
-        BPETokenizer.from_tiktoken("gpt2", tmp_path)
+    refused(
+        r"cannot be written to .*file/cache .*set TIKTOKEN_CACHE_DIR to a writable",
+        BPETokenizer.from_tiktoken,
+        "gpt2",
+        tmp_path,
+    )

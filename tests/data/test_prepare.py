@@ -26,12 +26,12 @@ from corpora import (
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from minigpt.data import prepare as preparation
 from minigpt.data import readers
 from minigpt.data.tokenizer import token_dtype
 from minigpt.extras.huggingface import whole_documents
-from minigpt.utils.errors import UserError
 
 UNICODE = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\ufeff"), min_size=2
@@ -130,8 +130,7 @@ def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeyp
         (rows(["", ""]), "byte", {"val_path": __file__}, r"mine\.jsonl is empty"),
         (rows(stories(300)) + "{", "byte", {"split": "document"}, "line 301: not JSON"),
     ):
-        with pytest.raises(UserError, match=problem):
-            prepare(content, tmp_path, tokenizer, name="mine.jsonl", **changes)
+        refused(problem, prepare, content, tmp_path, tokenizer, name="mine.jsonl", **changes)
         assert leftovers(tmp_path) == []
 
 
@@ -360,11 +359,13 @@ def test_a_folder_in_the_place_of_token_files_is_refused_and_stays(tmp_path):
     corpus = prepare("fox " * 100, tmp_path, "byte")
     (folder_of(corpus) / "meta.json").unlink()
     before = in_folder(corpus)
-    with pytest.raises(
-        UserError,
-        match=f"{folder_of(corpus)} has files but no meta.json; remove it, or set data.fold",
-    ):
-        prepare("fox " * 100, tmp_path, "byte")
+    refused(
+        f"{folder_of(corpus)} has files but no meta.json; remove it, or set data.fold",
+        prepare,
+        "fox " * 100,
+        tmp_path,
+        "byte",
+    )
     assert in_folder(corpus) == before
 
 

@@ -23,6 +23,7 @@ import zstandard
 from corpora import ROOT, documents, prepare, random_texts, sha256, texts_on_disk
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from minigpt.data import readers
 from minigpt.data.readers import (
@@ -106,8 +107,7 @@ def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypat
         "*.tsv": "matches no file",
         "folder.txt": "has no file",
     }.items():
-        with pytest.raises(UserError, match=re.escape(f"data.path={tmp_path / name} {problem}")):
-            find(tmp_path / name)
+        refused(re.escape(f"data.path={tmp_path / name} {problem}"), find, tmp_path / name)
 
 
 @pytest.mark.parametrize("block", [1, 1 << 20])
@@ -536,17 +536,15 @@ def test_a_pattern_gives_the_files_of_glob(tmp_path, monkeypatch, pattern):
 
 def test_a_broken_link_is_told_apart_from_a_missing_file(tmp_path, capsys):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(
-        UserError,
-        match=r"data\.path=.*a\.txt is a broken link to .*gone\.txt; give a file that exists",
-    ):
-        find(tmp_path / "a.txt")
+    refused(
+        r"data\.path=.*a\.txt is a broken link to .*gone\.txt; give a file that exists",
+        find,
+        tmp_path / "a.txt",
+    )
     for path in (tmp_path, tmp_path / "*.txt"):
-        with pytest.raises(
-            UserError,
-            match=r"no file.*; 1 files of .* are skipped \(broken link, FIFO or device\)$",
-        ):
-            find(path)
+        refused(
+            r"no file.*; 1 files of .* are skipped \(broken link, FIFO or device\)$", find, path
+        )
     (tmp_path / "b.txt").write_text("b")
     assert find(tmp_path) == find(tmp_path / "*.txt") == [tmp_path / "b.txt"]
     assert capsys.readouterr().err.count("1 files of") == 2
@@ -613,11 +611,11 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
     assert find("data") == [readers.Path(name) for name in texts[1:4]]
     for path in ("runs/x/samples.txt", output[6], "**/tinyshakespeare.txt", "runs/*/samples.txt"):
         assert len(find(path)) == 1
-    with pytest.raises(
-        UserError,
-        match=r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier",
-    ):
-        find("runs/x")
+    refused(
+        r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier",
+        find,
+        "runs/x",
+    )
 
 
 def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_path, capsys):
@@ -640,8 +638,7 @@ def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_pa
 
 def test_the_readme_of_a_clone_is_no_text_of_its_data_folder(monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=r"=data/R\*\.md matches no file.*\(of earlier commands\)"):
-        find("data/R*.md")
+    refused(r"=data/R\*\.md matches no file.*\(of earlier commands\)", find, "data/R*.md")
     assert find("data/README.md") == [readers.Path("data/README.md")]
 
 

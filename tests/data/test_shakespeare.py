@@ -5,9 +5,9 @@ import re
 
 import pytest
 from corpora import corpus_of, documents, serving, sha256, texts_on_disk, values
+from refusals import refused
 
 from minigpt.data import sources
-from minigpt.utils.errors import UserError
 
 LITTLE = b"a little text\nin two lines\n"
 
@@ -95,10 +95,11 @@ def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(
         )
     copy = f"little-{sha256(LITTLE)[:12]}.txt"
     read[copy] = occupy(folder / copy, kind)
-    with pytest.raises(
-        UserError, match=f"^{folder / copy} must be free, or have the checksum of its name;"
-    ):
-        sources.find_text(server.settings)
+    refused(
+        f"^{folder / copy} must be free, or have the checksum of its name;",
+        sources.find_text,
+        server.settings,
+    )
     assert {name: of_user() for name, of_user in read.items()} == before | {copy: read[copy]()}
     assert server.requests == 7
 

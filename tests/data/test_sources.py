@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import ROOT, documents, sha256, values
 from hub import Hub
+from refusals import refused
 
 from minigpt.checkpoints.format import contents, write
 from minigpt.data import sources
@@ -148,8 +149,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
         with monkeypatch.context() as patch:
             patch.setenv(variable, processes)
             for path in ("-", "/dev/stdin"):
-                with pytest.raises(UserError, match=rf"data\.path={path} .*{problem}"):
-                    find(path=path)
+                refused(rf"data\.path={path} .*{problem}", find, path=path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
     for path in ("-", "/dev/stdin"):
         source, _ = find(path=path)
@@ -197,18 +197,18 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     )
     # A rank, which has no such pipe
     assert Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"
-    with pytest.raises(UserError, match=r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$"):
-        find(path=pipe(""))
+    refused(r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$", find, path=pipe(""))
     several = pytest.raises(
         UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"
     )
     with patch.dict(os.environ, MINIGPT_RANK_ZERO_PID="1", LOCAL_RANK="1", WORLD_SIZE="2"), several:
         find(path=pipe("x"))
     terminal, _ = os.openpty()
-    with pytest.raises(
-        UserError, match=r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"
-    ):
-        find(path=f"/dev/fd/{terminal}")
+    refused(
+        r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it",
+        find,
+        path=f"/dev/fd/{terminal}",
+    )
 
 
 def test_a_copy_of_a_pipe_that_was_edited_is_neither_read_for_it_nor_replaced(find, pipe, tmp_path):
@@ -238,8 +238,11 @@ def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
     assert texts_of(val) == ["piped"]
     assert source.name == "b.txt-more-" + tmp_path.name
     assert find(path=[f"{tmp_path}/b.txt"])[0].sha256 == sha256(b"of b")
-    with pytest.raises(UserError, match=r"data\.path=.*no\.txt does not exist"):
-        find(path=[f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"])
+    refused(
+        r"data\.path=.*no\.txt does not exist",
+        find,
+        path=[f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"],
+    )
 
 
 def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(
@@ -285,8 +288,13 @@ def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_
     changed, val_again = find(*HUB, dataset=str(stories))
     assert (changed.sha256 != source.sha256, val_again.sha256) == (True, val.sha256)
     assert find("openwebtext", dataset=str(stories))[1] is None
-    with pytest.raises(UserError, match="cannot be read: BuilderConfig 'other' not found"):
-        find(*HUB, dataset=str(stories), subset="other")
+    refused(
+        "cannot be read: BuilderConfig 'other' not found",
+        find,
+        *HUB,
+        dataset=str(stories),
+        subset="other",
+    )
 
 
 def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
@@ -454,8 +462,14 @@ def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(
 ):
     given = ("data=openwebtext", "data.path=null", "data.val_split=validation", "tokenizer=byte")
     train(*given, f"data.dataset={stories}", "max_steps=1")
-    with pytest.raises(UserError, match="is not searched, because other settings select the text"):
-        train(*given, f"data.dataset={tmp_path}/another", "max_steps=2", "resume=auto")
+    refused(
+        "is not searched, because other settings select the text",
+        train,
+        *given,
+        f"data.dataset={tmp_path}/another",
+        "max_steps=2",
+        "resume=auto",
+    )
 
 
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):

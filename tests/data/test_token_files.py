@@ -14,6 +14,7 @@ import pytest
 from corpora import corpus_of, folder_of, on_disk, prepare, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from minigpt.data import token_files
 from minigpt.data.token_files import Tokens
@@ -67,10 +68,7 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
         == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()]
         == [IDS[:45], IDS[45:]]
     )
-    with pytest.raises(
-        UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"
-    ):
-        loaded.check_length(5)
+    refused(r"validation split has 5 tokens, .* 6; .*model\.block_size", loaded.check_length, 5)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +114,7 @@ def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
         assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
         spoil(folder := folder_of(corpus))
         for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
-            with pytest.raises(UserError, match=rf"broken token files .* remove {folder}"):
-                read()
+            refused(rf"broken token files .* remove {folder}", read)
         shutil.rmtree(folder)
 
 
@@ -198,8 +195,14 @@ def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_
         train.tolist(),
         val.tolist(),
     )
-    with pytest.raises(UserError, match=r"val\.bin has a token id .* its ids have another width"):
-        read_bins(tmp_path, raw(train), raw(val), large)
+    refused(
+        r"val\.bin has a token id .* its ids have another width",
+        read_bins,
+        tmp_path,
+        raw(train),
+        raw(val),
+        large,
+    )
 
 
 REFUSED = {
@@ -232,18 +235,20 @@ def test_files_that_are_not_ids_are_refused_with_the_config_key(tmp_path, write,
 
 
 def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
-    with pytest.raises(
-        UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"
-    ):
-        read_bins(tmp_path, raw(SPREAD[0]), raw(SPREAD[1], "<u4"))
+    refused(
+        r"data\.train_bin and data\.val_bin must have ids of one width",
+        read_bins,
+        tmp_path,
+        raw(SPREAD[0]),
+        raw(SPREAD[1], "<u4"),
+    )
     files = bins(tmp_path, raw([1, 2]), raw([3, 4]))
     for name, changes, problem in (
         ("byte", {"train_bin": None}, r"data\.train_bin and data\.val_bin must be set together"),
         ("byte", {"val_bin": f"{tmp_path}/none.bin"}, r"data\.val_bin=.*none\.bin is not a file"),
         ("char", {}, "tokenizer=char .*tokenizer=gpt2"),
     ):
-        with pytest.raises(UserError, match=problem):
-            corpus_of(None, tmp_path, name, **files | changes)
+        refused(problem, corpus_of, None, tmp_path, name, **files | changes)
 
 
 @pytest.mark.parametrize("name", ["char", "bpe", "byte"])
@@ -273,13 +278,11 @@ def test_prepared_token_files_are_the_same_corpus_without_their_text(tmp_path, n
                 else "tokenizer=prepared"
             )
             was = rf"tokenizer must be {name}.*, as in {folder_of(corpus)}/meta\.json, got .*; {way_out}"
-            with pytest.raises(UserError, match=was):
-                corpus_of(None, tmp_path, other, **bins)
+            refused(was, corpus_of, None, tmp_path, other, **bins)
     (folder_of(corpus) / "meta.json").write_text('{"vocab_size": 256}')  # of another tool
     if name != "bpe":
         assert corpus_of(None, tmp_path, "byte", **bins).provenance == {}
-    with pytest.raises(UserError, match=r"tokenizer=prepared .*tokenizer=gpt2"):
-        corpus_of(None, tmp_path, "prepared", **bins)
+    refused(r"tokenizer=prepared .*tokenizer=gpt2", corpus_of, None, tmp_path, "prepared", **bins)
 
 
 def test_token_files_of_several_tokenizers_are_refused(tmp_path):
@@ -289,10 +292,14 @@ def test_token_files_of_several_tokenizers_are_refused(tmp_path):
             "train_bin": f"{made.get(train, tmp_path / 'tokens/*')}/train.bin",
             "val_bin": f"{made[val]}/val.bin",
         }
-        with pytest.raises(
-            UserError, match=rf"^{made['char']} has token files of another tokenizer; "
-        ):
-            corpus_of(None, tmp_path, "byte", **bins)
+        refused(
+            rf"^{made['char']} has token files of another tokenizer; ",
+            corpus_of,
+            None,
+            tmp_path,
+            "byte",
+            **bins,
+        )
     other = tmp_path / "other"
     other.mkdir()
     (made["byte"] / "val.bin").rename(other / "val.bin")  # without the description of its folder
@@ -345,8 +352,14 @@ def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
             tokens[index]
     write_parts(tmp_path, ids=RANDOM_IDS + 100)
     # Before training
-    with pytest.raises(UserError, match=r"val\.bin has a token id .*, outside the vocabulary"):
-        corpus_of(None, tmp_path, "byte", **settings)
+    refused(
+        r"val\.bin has a token id .*, outside the vocabulary",
+        corpus_of,
+        None,
+        tmp_path,
+        "byte",
+        **settings,
+    )
 
 
 def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_is_trained_on(

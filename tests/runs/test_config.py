@@ -7,11 +7,11 @@ from itertools import zip_longest
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from refusals import refused
 from small_runs import CONFIGS, composed
 
 from minigpt.model.config import GPTConfig
 from minigpt.runs.run_config import RunConfig, check_run
-from minigpt.utils.errors import UserError
 
 # Settings, of which the last is refused.
 MODEL = """
@@ -47,11 +47,11 @@ def run() -> DictConfig:
 def test_an_invalid_value_raises_with_its_key_and_the_valid_values(overrides: str):
     given = OmegaConf.from_dotlist(overrides.split())
     key = overrides.split()[-1].partition("=")[0]
-    with pytest.raises(
-        UserError,
-        match=f"^{key} must be .+, got {re.escape(str(OmegaConf.select(given, key)))}(;|$)",
-    ):
-        check_run(OmegaConf.merge(run(), given))
+    refused(
+        f"^{key} must be .+, got {re.escape(str(OmegaConf.select(given, key)))}(;|$)",
+        check_run,
+        OmegaConf.merge(run(), given),
+    )
 
 
 def test_a_run_with_a_value_at_its_limit_is_accepted():
@@ -100,8 +100,11 @@ def test_a_whole_number_in_any_notation_is_the_same_integer():
     assert "'lr': 1.0" in runs[0][0]  # what may be a fraction stays as it is
     assert f"'seed': {10**18}" in runs[0][0]
     for key in WHOLE:
-        with pytest.raises(UserError, match=rf"^{key} must be [^;]*, got 1\.5$"):
-            check_run(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=1.5"])))
+        refused(
+            rf"^{key} must be [^;]*, got 1\.5$",
+            check_run,
+            OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=1.5"])),
+        )
 
 
 def test_a_run_has_typed_parts_and_keeps_the_settings_that_a_user_added():
@@ -126,8 +129,7 @@ def test_a_configuration_equals_the_one_rebuilt_from_its_dictionary_which_is_che
         ({"n_windows": 3, "n_layr": 2}, "n_layr, n_windows"),
         ({"dropout": 2}, "in .*, got 2"),
     ):
-        with pytest.raises(UserError, match=message):
-            GPTConfig.from_dict(unknown)
+        refused(message, GPTConfig.from_dict, unknown)
 
 
 def choices(group: str) -> list[str]:
