@@ -38,7 +38,8 @@ class Hosts:
     def __init__(self, n: int, folder: Path) -> None:
         self.names = [chr(ord("a") + host) for host in range(n)]
         self.addresses = [f"10.83.0.{host + 1}" for host in range(n)]
-        self.folder, self._table = folder, folder / "etc_hosts"
+        self.folder = folder
+        self._table = folder / "etc_hosts"
         self._switch, *self._namespaces = [
             f"minigpt-{os.getpid()}-{name}" for name in ("switch", *self.names)
         ]
@@ -47,7 +48,8 @@ class Hosts:
         self, host: int, command: Sequence[str], env: Mapping[str, str] = {}, **options: Any
     ) -> Any:
         """Start a command on a host; options are those of `subprocess.Popen`."""
-        network = f"--net=/run/netns/{self._namespaces[host]}"  # `ip netns exec` would hide /sys/fs/cgroup of SLURM
+        # `ip netns exec` would hide /sys/fs/cgroup of SLURM
+        network = f"--net=/run/netns/{self._namespaces[host]}"
         start = ["nsenter", network, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         return subprocess.Popen(
             [*start, str(self._table), self.names[host], *command],
@@ -74,17 +76,8 @@ class Hosts:
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for host, namespace in enumerate(self._namespaces):
             peer = ["type", "veth", "peer", "name", "eth0", "netns", namespace]
-            _ip(
-                "-n",
-                self._switch,
-                "link",
-                "add",
-                "name",
-                self.names[host],
-                "master",
-                "bridge",
-                *peer,
-            )
+            link = ["add", "name", self.names[host], "master", "bridge"]
+            _ip("-n", self._switch, "link", *link, *peer)
             self.set_link(host, "up")
             _ip("-n", namespace, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
@@ -107,7 +100,7 @@ def start_hosts(n: int, folder: Path) -> Iterator[Hosts]:
 
 
 class Slow(Callback):
-    """Take a tenth of a second for every step, and longer for those that fewer than three ranks make."""
+    """Take a tenth of a second for every step, and longer for those of fewer than three ranks."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         time.sleep(0.1 if trainer.world_size >= 3 else 1.5)
@@ -120,9 +113,7 @@ class Hold(Callback):
         self.new = trainer.global_step == 0
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        (shutdown,) = (
-            callback for callback in trainer.callbacks if isinstance(callback, GracefulShutdown)
-        )
+        (shutdown,) = (each for each in trainer.callbacks if isinstance(each, GracefulShutdown))
         if self.new and trainer.global_step == 6:
             wait_until(lambda: shutdown.received)
 

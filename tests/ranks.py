@@ -32,11 +32,13 @@ class Fail(Callback):
 
 
 def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2, codes: Sequence[int] = ()) -> str:
-    """Train the runs of those overrides, one after another; return the command line as Python sees
-    it.
+    """Train the runs of those overrides, one after another.
 
     Args:
         codes: exit codes by rank, by default 0.
+
+    Returns:
+        The command line as Python sees it.
     """
     # Its port is its own until it is deleted
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,8 +46,6 @@ def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2, codes: Sequenc
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    group |= {
         "TORCHELASTIC_RUN_ID": "test",
         "GROUP_RANK": 0,
         "WORLD_SIZE": ranks,
@@ -54,13 +54,10 @@ def train_on_ranks(runs: Sequence[Sequence[str]], ranks: int = 2, codes: Sequenc
     with TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):
-            env = {
-                name: str(value)
-                for name, value in {**group, "RANK": rank, "LOCAL_RANK": rank}.items()
-            }
-            processes.append(
-                Script(__file__, json.dumps(runs), output=Path(folder, f"rank{rank}"), env=env)
-            )
+            variables = {**group, "RANK": rank, "LOCAL_RANK": rank}
+            env = {name: str(value) for name, value in variables.items()}
+            output = Path(folder, f"rank{rank}")
+            processes.append(Script(__file__, json.dumps(runs), output=output, env=env))
         ended = [process.wait() for process in processes]
         assert ended == list(codes or [0] * ranks), [process.stderr for process in processes]
     return f"{__file__} {json.dumps(runs)}"

@@ -1,4 +1,4 @@
-"""Runs on several hosts that share a disk, started with torchrun on each, and the loss of some of them."""
+"""Runs on several hosts that share a disk, started with torchrun on each; the loss of some."""
 
 import os
 import re
@@ -17,6 +17,7 @@ from small_runs import ROOT, wait_until
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
+from minigpt.distributed.process_group import LOST_RANK
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_dir import read_summary
 
@@ -37,8 +38,10 @@ DOCUMENTED = re.findall(
     (ROOT / "docs/scaling.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
-ELASTIC = "--nnodes=1:3 --max-restarts=10 --rdzv-backend=c10d --rdzv-endpoint=c:29500"
-ELASTIC += " --rdzv-conf=last_call_timeout=5,keep_alive_interval=2"  # by default 30 s
+ELASTIC = (
+    "--nnodes=1:3 --max-restarts=10 --rdzv-backend=c10d --rdzv-endpoint=c:29500"
+    " --rdzv-conf=last_call_timeout=5,keep_alive_interval=2"  # by default 30 s
+)
 pytestmark = [needs_hosts, pytest.mark.slow]
 
 
@@ -52,9 +55,8 @@ def torchrun(hosts: Hosts, host: int, options: str, overrides: list[str]) -> Any
         *options.split(),
         str(ROOT / "scripts/train.py"),
     ]
-    with NamedTemporaryFile(
-        "w", encoding="utf-8", dir=hosts.folder, delete=False
-    ) as log:  # a pipe could be full
+    # A pipe could be full
+    with NamedTemporaryFile("w", encoding="utf-8", dir=hosts.folder, delete=False) as log:
         options = {"cwd": hosts.folder, "stdout": log, "stderr": subprocess.STDOUT}
         launcher = hosts.run(host, [*command, *overrides, "collective_timeout=10"], env, **options)
     launcher.log = Path(log.name)
@@ -73,9 +75,8 @@ def finish(launchers: list[Any], code: int) -> list[str]:
     for launcher in launchers:
         launcher.wait(SECONDS)
     printed = [launcher.log.read_text(encoding="utf-8") for launcher in launchers]
-    assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(
-        printed
-    )
+    codes = {launcher.returncode for launcher in launchers} - {-signal.SIGKILL}
+    assert codes == {code}, "\n".join(printed)
     return printed
 
 
@@ -87,12 +88,8 @@ def assert_same_losses(run: Path, one: Path, rel: float) -> None:
 
 @pytest.mark.ci
 def test_hosts_give_the_losses_of_one_process(small, train, tmp_path):
-    settings = [
-        *TRAINING,
-        "optimizer.lr=0.02",
-        "data.batch_size=10",
-        *SETTINGS,
-    ]  # of 3, 3, 2 and 2 sequences
+    # Of 3, 3, 2 and 2 sequences
+    settings = [*TRAINING, "optimizer.lr=0.02", "data.batch_size=10", *SETTINGS]
     with start_hosts(2, tmp_path) as hosts:
         first, *others = finish(on_all(hosts, 2, [*small, *DDP, *settings]), code=0)
     assert "device      4 × cpu" in first
@@ -105,41 +102,35 @@ def test_hosts_give_the_losses_of_one_process(small, train, tmp_path):
     ("spread", "cut", "rel"), [(DDP, True, 1e-6), (FSDP, False, 1e-3)], ids=["cut", "killed"]
 )
 def test_a_run_that_loses_a_host_ends_and_resumes(small, train, tmp_path, spread, cut, rel):
-    run, settings = tmp_path / "run", ["data.batch_size=12", "eval_every=5", *SETTINGS]
+    run = tmp_path / "run"
+    settings = ["data.batch_size=12", "eval_every=5", *SETTINGS]
     overrides = [*small, *settings, *spread, f"hydra.run.dir={run}", "resume=auto"]
     with start_hosts(2, tmp_path) as hosts:
         launchers = on_all(hosts, 1, [*overrides, "max_steps=1000000"])
-        wait_until(
-            lambda: (
-                (run / LAST).exists() or any(launcher.poll() is not None for launcher in launchers)
-            )
-        )
+        ended = (launcher.poll() is not None for launcher in launchers)
+        wait_until(lambda: (run / LAST).exists() or any(ended))
         if cut:
             hosts.set_link(1, "down")
         else:
             hosts.kill(0)  # of rank 0
         printed = finish(launchers, code=1)
-        lost = "; a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
-        assert re.search(rf"^error: .+{lost}$", printed[1], flags=re.MULTILINE)
+        assert re.search(rf"^error: .+; {LOST_RANK}$", printed[1], flags=re.MULTILINE)
         assert "exitcode  : 1" in printed[1]  # the summary of torchrun
         if cut:  # rank 0 is alive
             summary = read_summary(run)
-            assert (summary["status"], lost in summary["reason"]) == ("failed", True)
+            assert (summary["status"], LOST_RANK in summary["reason"]) == ("failed", True)
         hosts.set_link(1, "up")
         longer = f"max_steps={read(run / LAST)['global_step'] + 10}"
         finish(on_all(hosts, 1, [*overrides, longer]), code=0)
-    assert_same_losses(
-        run, train(*settings, *spread[2:], longer, folder=tmp_path / "one").folder, rel
-    )
+    one = train(*settings, *spread[2:], longer, folder=tmp_path / "one").folder
+    assert_same_losses(run, one, rel)
 
 
 def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small, train, tmp_path):
-    run, settings = (
-        tmp_path / "run",
-        ["data.batch_size=12", "max_steps=100", "eval_every=10", *SETTINGS],
-    )
-    elastic = [*small, *settings, *FSDP, "resume=auto"]
-    elastic += [f"hydra.run.dir={run}", "+callbacks.slow._target_=hosts.Slow"]
+    run = tmp_path / "run"
+    settings = ["data.batch_size=12", "max_steps=100", "eval_every=10", *SETTINGS]
+    slow = ["resume=auto", f"hydra.run.dir={run}", "+callbacks.slow._target_=hosts.Slow"]
+    elastic = [*small, *settings, *FSDP, *slow]
 
     def starts() -> int:
         return (run / "log.txt").read_text(encoding="utf-8").count("\ntraining ")
@@ -147,9 +138,8 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
     with start_hosts(3, tmp_path) as hosts:
         launchers = {host: torchrun(hosts, host, ELASTIC, elastic) for host in range(3)}
 
-        def survive(
-            fault: Callable[[int], None], *numbers: int
-        ) -> None:  # until there is another step
+        def survive(fault: Callable[[int], None], *numbers: int) -> None:
+            """Let a fault befall hosts, and wait until there is another step."""
             wait_until((run / LAST).exists)
             before = starts()
             for host in numbers:
@@ -170,9 +160,8 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
         survive(come_back, 0, 1)
         printed = finish(list(launchers.values()), code=0)
     one = train(*settings, folder=tmp_path / "one").folder
-    assert [step for step, _ in read_metrics(run / "metrics.csv")["train_loss"]] == list(
-        range(1, 101)
-    ), printed
+    steps = [step for step, _ in read_metrics(run / "metrics.csv")["train_loss"]]
+    assert steps == [*range(1, 101)], printed
     expected = read(one / LAST)["state_dict"]
     for name, weight in read(run / LAST)["state_dict"].items():
         assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name

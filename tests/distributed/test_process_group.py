@@ -1,4 +1,4 @@
-"""Optimizers on several ranks: Muon with replicas (DDP) and shards (FSDP2) as on one rank, and the memory of shards."""
+"""Muon on several ranks, with replicas (DDP) and shards (FSDP2), as on one; the memory of shards."""
 
 import ctypes
 import re
@@ -69,10 +69,8 @@ def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
 
 def train_both(file: Path) -> None:
     world = distributed.group.WORLD
-    replicas, shards = (
-        trained(GPT(CONFIG), Replicas(world)),
-        trained(shard(GPT(CONFIG)), Shards(world)),
-    )
+    replicas = trained(GPT(CONFIG), Replicas(world))
+    shards = trained(shard(GPT(CONFIG)), Shards(world))
     torch.save({"replicas": replicas, "shards": shards}, file)
 
 
@@ -82,11 +80,9 @@ def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
 
     def drawn(p: Tensor) -> Tensor:
         whole = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        return (
-            distribute_tensor(whole, p.device_mesh, p.placements)
-            if isinstance(p, DTensor)
-            else whole
-        )
+        if isinstance(p, DTensor):
+            whole = distribute_tensor(whole, p.device_mesh, p.placements)
+        return whole
 
     parameters = dict(model.double().named_parameters())
     for p in parameters.values():
@@ -111,9 +107,8 @@ def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]
     ideal = 124e6 * 4 * (1 + buffers) / ranks
     for rank in range(ranks):
-        assert (
-            0.98 * ideal <= int((tmp_path / str(rank)).read_text(encoding="utf-8")) <= 1.15 * ideal
-        )
+        used = int((tmp_path / str(rank)).read_text(encoding="utf-8"))
+        assert 0.98 * ideal <= used <= 1.15 * ideal
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
@@ -138,9 +133,5 @@ def measure_memory(file: Path, optimizer: str) -> None:
 
 def resident_bytes() -> int:
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
-    return (
-        int(
-            re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]
-        )
-        * 1024
-    )
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) * 1024

@@ -11,7 +11,8 @@ from minigpt.utils import scripts
 
 
 def test_minigpt_lists_the_scripts_without_importing_a_dependency():
-    program = "import sys; from minigpt.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
+    imports = "import sys; from minigpt.__main__ import main"
+    program = f"{imports}; main(); print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", program, "--help"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     assert not {"hydra", "matplotlib", "numpy", "omegaconf", "torch", "wandb"} & set(
@@ -25,10 +26,8 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency():
 
 def test_minigpt_prints_its_version():
     command = [sys.executable, "-m", "minigpt", "--version"]
-    printed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
-    ).stdout
-    assert printed == f"minigpt {version('minigpt')}\n"
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    assert printed.stdout == f"minigpt {version('minigpt')}\n"
 
 
 def test_every_message_names_a_command_of_the_clone_or_of_the_package(
