@@ -35,9 +35,15 @@ def corpus_of(path, folder, tokenizer="char", **changes):
     return load_corpus(values(path=path and str(path), folder=str(folder)) | changes, tokenizer)
 
 
+def write_files(folder, files):
+    """Write files of a folder, by name, and the folders that they are in."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
 def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_files(folder, {name: content})
     return corpus_of(folder / name, folder, tokenizer, **changes)
 
 
@@ -47,17 +53,16 @@ def rows(texts):
 
 def stories(number, seed=0):
     random = np.random.default_rng(seed)
-    words = (
+    text = (
         "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
     )
-    return [
-        f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30)))
-        for i in range(number)
-    ]
+    words = text.split(" ")
+    drawn = (random.choice(words, random.integers(3, 30)) for _ in range(number))
+    return [f"{seed}.{i} " + " ".join(choice) for i, choice in enumerate(drawn)]
 
 
 def random_texts(count, seed=0):
-    """Return strings of words, spaces, digits, contractions, emojis, scripts, special tokens and lone surrogates."""
+    """Return strings of words, spaces, contractions, scripts, special tokens, lone surrogates."""
     rng = random.Random(seed)
     parts = [
         *" \n\t\r'aZ09é中ſK!/_²½٣\u00a0\u0085\ufeff\u2028\u3000\u1680\u200b",
@@ -67,8 +72,6 @@ def random_texts(count, seed=0):
         "'ſ",
         "’t",
         "ǅ",
-    ]
-    parts += [
         "123456",
         "\r\n",
         "\n\n ",
@@ -79,8 +82,6 @@ def random_texts(count, seed=0):
         "don't",
         "e\u0301",
         "\u0301",
-    ]
-    parts += [
         "👩\u200d👩\u200d👧",
         "🇩🇪",
         "हिन्दी",
@@ -90,17 +91,19 @@ def random_texts(count, seed=0):
         "straße",
         "\ud800",
         "…",
-    ]
-    parts += [
         "aab",
         "-" * 40,
         " " * 30,
         "1" * 30,
         "def f(x):\n\treturn x**2\n",
         "d[0]['k'] != null;\r\n",
+        SEPARATOR,
+        "<|endofprompt|>",
+        "<|",
+        "<s>",
+        "<0x0A>",
+        *map(chr, rng.sample([*range(0x80, 0xD800), *range(0xE000, 0x110000)], 60)),
     ]
-    parts += [SEPARATOR, "<|endofprompt|>", "<|", "<s>", "<0x0A>"]
-    parts += map(chr, rng.sample([*range(0x80, 0xD800), *range(0xE000, 0x110000)], 60))
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
@@ -130,8 +133,10 @@ def texts_on_disk(corpus):
 
 def nanogpt(text):
     """Return the ids of both splits as in nanoGPT's prepare.py."""
-    n, stoi = len(text), {ch: i for i, ch in enumerate(sorted(set(text)))}
-    return [[stoi[ch] for ch in half] for half in (text[: int(n * 0.9)], text[int(n * 0.9) :])]
+    stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
+    ids = [stoi[ch] for ch in text]
+    n = int(len(text) * 0.9)
+    return [ids[:n], ids[n:]]
 
 
 def sha256(content):
@@ -140,7 +145,7 @@ def sha256(content):
 
 @contextmanager
 def serving(content, monkeypatch):
-    """Serve a content at every address; each of the server's `faults`, a status or a content, answers one request."""
+    """Serve a content at every address; each of `faults`, a status or a content, for one request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -156,7 +161,9 @@ def serving(content, monkeypatch):
 
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.faults, server.requests, server.url = [], 0, f"http://127.0.0.1:{server.server_port}"
+        server.faults = []
+        server.requests = 0
+        server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
