@@ -1,4 +1,4 @@
-"""Corpora that tests prepare, what is on disk of them, and a server of files that fails on demand."""
+"""Corpora that tests prepare, what is on disk of them, and a server that fails on demand."""
 
 import hashlib
 import json
@@ -145,7 +145,7 @@ def sha256(content):
 
 @contextmanager
 def serving(content, monkeypatch):
-    """Serve a content at every address; each of `faults`, a status or a content, for one request."""
+    """Serve a content at every address, and each of `faults`, a status or a content, once."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

@@ -1,4 +1,4 @@
-"""Checkpoints are restored exactly, execute no code, are written atomically, and damaged files are rejected."""
+"""Checkpoints: restored exactly, without code, written atomically; damaged files are rejected."""
 
 import copy
 import os
@@ -71,9 +71,8 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     changed = SAVED[how](model)
     saved = changed if isinstance(changed, nn.Module) else model
     save_checkpoint(saved, TOKENIZER, str(tmp_path / "new" / "a.safetensors"))
-    assert ("a.safetensors does not hold the hooks of the model" in capsys.readouterr().err) == (
-        how == "with a hook"
-    )
+    warned = "a.safetensors does not hold the hooks of the model" in capsys.readouterr().err
+    assert warned == (how == "with a hook")
     loaded, tokenizer = load_checkpoint(tmp_path / "new" / "a.safetensors")
     assert tokenizer.to_dict() == TOKENIZER.to_dict()
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
@@ -85,9 +84,8 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     assert (loaded.lm_head.weight is loaded.wte.weight) == loaded.config.tie_embeddings == tied
     assert loaded.config.to_dict() == model.config.to_dict() | {"tie_embeddings": tied}
     stored = load_file(tmp_path / "new" / "a.safetensors")  # tied weights once
-    assert sum(weight.numel() for weight in stored.values()) == sum(
-        weight.numel() for weight in model.parameters()
-    )
+    sizes = [weight.numel() for weight in stored.values()]
+    assert sum(sizes) == sum(weight.numel() for weight in model.parameters())
 
 
 def test_a_model_that_is_saved_as_last_replaces_no_previous(tmp_path):
@@ -122,26 +120,16 @@ def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, 
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path):
-    refused(
-        r"vocab_size must be at least the tokenizer's 256, got 23",
-        save_checkpoint,
-        make_model(),
-        ByteTokenizer(),
-        tmp_path / "mine.safetensors",
-    )
+    message = r"vocab_size must be at least the tokenizer's 256, got 23"
+    refused(message, save_checkpoint, make_model(), ByteTokenizer(), tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
 
 
 def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
     for resume in (str(tmp_path), "auto"):
-        refused(
-            "holds a model without its run; use a checkpoint of a training run",
-            find_resumed,
-            resume,
-            tmp_path,
-            checkpoint(),
-        )
+        message = "holds a model without its run; use a checkpoint of a training run"
+        refused(message, find_resumed, resume, tmp_path, checkpoint())
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -172,7 +160,8 @@ def test_every_kind_of_value_is_restored_with_its_type(tmp_path):
 
 
 def assert_same(one: Any, other: Any) -> None:
-    (leaves, containers), (others, expected) = tree_flatten(one), tree_flatten(other)
+    leaves, containers = tree_flatten(one)
+    others, expected = tree_flatten(other)
     assert containers == expected
     for leaf, its in zip(leaves, others, strict=True):
         assert type(leaf) is type(its)
@@ -184,12 +173,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("value", [Path("runs"), {(1, 2): 3}, [[{"a": print}]]], ids=repr)
 def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path, value):
-    refused(
-        r"tensors and plain data only; callbacks\.x.* is of type",
-        write,
-        checkpoint() | {"callbacks": {"x": value}},
-        tmp_path / "a.safetensors",
-    )
+    message = r"tensors and plain data only; callbacks\.x.* is of type"
+    content = checkpoint() | {"callbacks": {"x": value}}
+    refused(message, write, content, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
 
 
@@ -197,11 +183,8 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
-    refused(
-        rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}",
-        load_checkpoint,
-        tmp_path / "a.safetensors",
-    )
+    message = rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"
+    refused(message, load_checkpoint, tmp_path / "a.safetensors")
 
 
 def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monkeypatch):
@@ -239,9 +222,7 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
     assert find_checkpoint(None) == sweep / "3" / BEST  # no run has ended
     refused(r"holds no checkpoints/best", find_checkpoint, sweep, last=True)
     for name, value in bits.items():
-        (sweep / name / SUMMARY).write_text(
-            f'{{"best_val_bits_per_byte": {value}}}', encoding="utf-8"
-        )
+        (sweep / name / SUMMARY).write_text(f'{{"best_val_bits_per_byte": {value}}}')
     (sweep / "0" / SUMMARY).write_text("damaged")
     assert find_checkpoint(None) == find_checkpoint(sweep) == sweep / "1" / BEST
     (sweep / "1" / BEST).unlink()
@@ -253,7 +234,8 @@ def test_nothing_refers_to_the_newest_run_also_in_a_sweep_and_there_to_the_best(
 def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
-    good, expected = path.read_bytes(), read(path)
+    good = path.read_bytes()
+    expected = read(path)
     header = int.from_bytes(good[:8], "little") + 8
     places = [
         *range(8),
@@ -284,10 +266,8 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-9])
     assert find() == (tmp_path / PREVIOUS, 20, {}, False)
-    warning = (
-        f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
-    )
-    assert re.fullmatch(warning, capsys.readouterr().err)
+    warning = f"{tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}"
+    assert re.fullmatch(f"warning: {warning}\n", capsys.readouterr().err)
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {}, False)
     (tmp_path / BEST).write_bytes(b"")
@@ -297,7 +277,8 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
 def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
-    before, larger = path.read_bytes(), checkpoint() | {"big": torch.rand(100_000)}
+    before = path.read_bytes()
+    larger = checkpoint() | {"big": torch.rand(100_000)}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes in a file
     try:

@@ -366,7 +366,7 @@ def test_a_terminated_run_resumes_with_the_validation_that_was_due(train, traine
 
 
 class Scaled(Callback):
-    """Trains in 16-mixed, which Lightning has for GPUs alone, with a loss scale at which the first steps overflow."""
+    """Trains in 16-mixed, which Lightning has for GPUs alone; in the first steps it overflows."""
 
     def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)

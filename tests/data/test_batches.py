@@ -88,13 +88,8 @@ def test_epochs_differ_in_order_and_offset_and_a_huge_text_needs_no_list_of_wind
 def test_each_epoch_has_every_token_but_the_first_as_a_target(block_size, more, batch_size, seed):
     n = block_size + more
     windows = WindowOrder(n, block_size, seed).n_windows
-    run = batches(
-        n,
-        block_size=block_size,
-        batch_size=batch_size,
-        seed=seed,
-        stop=-(-3 * windows // batch_size),
-    )
+    given = {"block_size": block_size, "batch_size": batch_size, "seed": seed}
+    run = batches(n, stop=-(-3 * windows // batch_size), **given)
     read = np.concatenate(starts(run))[: 3 * windows].reshape(3, windows)  # in the order of reading
     assert read.min() >= 0
     assert read.max() < n - block_size  # the last target is the token after the window
@@ -120,9 +115,8 @@ def test_each_epoch_has_every_token_but_the_first_as_a_target(block_size, more, 
     ],
 )
 def test_over_epochs_all_targets_are_about_equally_frequent(n, block_size, most):
-    counts = counts_of(epochs_of(WindowOrder(n, block_size, seed=1), 1000), n, block_size)[
-        :, 1:
-    ].mean(axis=0)
+    epochs = epochs_of(WindowOrder(n, block_size, seed=1), 1000)
+    counts = counts_of(epochs, n, block_size)[:, 1:].mean(axis=0)
     assert counts.min() >= 1
     # Standard deviations of a mean of ones and twos
     assert counts.max() <= most + 5 * 0.5 / np.sqrt(1000)
@@ -135,18 +129,16 @@ def test_batches_from_a_step_equal_those_of_a_run_from_the_start_and_repeat(monk
         assert starts(batches(stop=30, first=k)) == whole[k:]
     assert starts(batches(stop=30, seed=1)) != whole
     for repeat in (1, 3):
-        assert starts(batches(repeat=repeat, first=5, stop=20)) == [
-            whole[i % repeat] for i in range(5, 20)
-        ]
+        repeated = starts(batches(repeat=repeat, first=5, stop=20))
+        assert repeated == [whole[i % repeat] for i in range(5, 20)]
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(4, [3] * 4), (5, [3, 3, 2, 2, 2])])
 def test_ranks_read_disjoint_parts_of_the_single_rank_batch_and_weights_correct_their_means(
     world_size, sizes
 ):
-    shares = [
-        batches(batch_size=12, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
+    spread = {"batch_size": 12, "world_size": world_size}
+    shares = [batches(rank=rank, **spread) for rank in range(world_size)]
     for whole, *parts in zip(starts(batches(batch_size=12)), *map(starts, shares), strict=True):
         assert [len(part) for part in parts] == sizes
         assert sorted(start for part in parts for start in part) == sorted(whole)
@@ -154,15 +146,15 @@ def test_ranks_read_disjoint_parts_of_the_single_rank_batch_and_weights_correct_
         assert np.mean(weighted) == pytest.approx(np.mean(whole))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 16), st.integers(2, 300), st.integers(1, 9))
 def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, n, batch_size):
     for world_size in (1, 2, 3):
-        counts, scored = set(), []
+        counts = set()
+        scored = []
         for rank in range(world_size):
-            share = validation(
-                n, block_size=block_size, batch_size=batch_size, rank=rank, world_size=world_size
-            )
+            given = {"block_size": block_size, "batch_size": batch_size, "world_size": world_size}
+            share = validation(n, rank=rank, **given)
             read = list(share)
             counts |= {len(share), len(read)}
             for tokens, targets in read:
@@ -170,9 +162,8 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
                 assert len(tokens) > 0  # kernels and compiled models may refuse an empty batch
                 inside = targets != -100
                 assert torch.equal(targets[inside], tokens[inside] + 1)
-                assert torch.equal(
-                    tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside]
-                )
+                counted = tokens[:, :1] + torch.arange(block_size)
+                assert torch.equal(tokens[inside], counted[inside])
                 assert not (tokens[inside.any(dim=1), 0] % block_size).any()  # adjacent windows
                 scored += targets[inside].tolist()
         assert len(counts) == 1  # a rank with one batch more would wait for the others
@@ -192,10 +183,9 @@ def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split():
 def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):
     positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
     split = Split([tmp_path / "train.bin"], 500, 500, 1)
-    settings = "data.batch_size=4 data.overfit_batches=3 data.eval_batch_size=5 trainer.accumulate_grad_batches=5"
-    run = RunConfig.from_hydra(
-        composed(*settings.split(), "eval_batches=2", "max_steps=4", "seed=3")
-    )
+    data = ["data.batch_size=4", "data.overfit_batches=3", "data.eval_batch_size=5"]
+    steps = ["trainer.accumulate_grad_batches=5", "eval_batches=2", "max_steps=4", "seed=3"]
+    run = RunConfig.from_hydra(composed(*data, *steps))
     corpus = Corpus("mine", "", CharTokenizer("".join(map(chr, range(500)))), split, split)
     module = TokenDataModule(corpus, run, block_size=8)
     strategy = SimpleNamespace(root_device=CPU)

@@ -69,7 +69,8 @@ def test_a_separator_gives_the_ids_of_the_same_documents_in_json_lines(tmp_path,
 @needs_shakespeare
 def test_tiny_shakespeare_has_the_splits_and_ids_of_nanogpt(tmp_path):
     text = SHAKESPEARE.read_text(encoding="utf-8")
-    corpus = prepare(text, tmp_path, **values("shakespeare_char"))
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    corpus = corpus_of(tmp_path / "mine.txt", tmp_path, **values("shakespeare_char"))
     assert (corpus.name, corpus.tokenizer.vocab_size) == ("tinyshakespeare", 65)
     assert on_disk(corpus) == nanogpt(text)
     if os.environ.get("TIKTOKEN_CACHE_DIR"):

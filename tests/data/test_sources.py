@@ -14,7 +14,7 @@ import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import ROOT, documents, sha256, values
+from corpora import ROOT, documents, sha256, values, write_files
 from hub import Hub
 from refusals import refused
 
@@ -30,12 +30,13 @@ from minigpt.utils.ranks import SRUN
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
+UNREACHED = r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"
 VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 
 @pytest.fixture
 def find(tmp_path):
-    """Find the training and the validation source (or None) of files in configs/data/, each over the one before."""
+    """Find the training and the validation source (or None) of files in configs/data/."""
 
     def find_(*names, **changes):
         data = values() | {"folder": str(tmp_path / "data")}
@@ -71,35 +72,35 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     find, tmp_path
 ):
     folder = tmp_path / "My texts!"
-    folder.mkdir()
-    (folder / "b.txt").write_text("of b")
-    (folder / "a.md").write_text("of a")
-    (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    rows = '{"text": "one"}\n{"text": "two"}\n'
+    write_files(folder, {"b.txt": "of b", "a.md": "of a", "c.jsonl": rows})
     source, val = find(path=str(folder))
     assert texts_of(source) == ["of a", "of b", "one", "two"]
     assert (source.name, val) == ("My-texts", None)
     assert find(path=f"{folder}/*.txt")[0].sha256 == sha256(b"of b")
     (tmp_path / "a.jsonl").write_text('{"title": "a title", "body": "a body"}\n')
-    title, body = (
-        find(path=str(tmp_path / "a.jsonl"), field=field)[0] for field in ("title", "body")
-    )
+    title, _ = find(path=f"{tmp_path}/a.jsonl", field="title")
+    body, _ = find(path=f"{tmp_path}/a.jsonl", field="body")
     assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
     assert title.sha256 != body.sha256
 
 
 def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tmp_path):
-    one, found = '{"text": "one"}', []
-    changes = {"a.txt": one}, {"b.txt": "two"}, {"b.txt": "owt"}, {"0.txt": "owt"}
+    one = '{"text": "one"}'
+    found = set()
     for i, files in enumerate(
-        [*({"a.txt": one} | change for change in changes), {"0.txt": "owt", "a.jsonl": one}]
+        [
+            {"a.txt": one},
+            {"a.txt": one, "b.txt": "two"},
+            {"a.txt": one, "b.txt": "owt"},
+            {"a.txt": one, "0.txt": "owt"},
+            {"a.jsonl": one, "0.txt": "owt"},
+        ]
     ):
-        for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
-            folder.mkdir()
-            for name, content in files.items():
-                (folder / name).write_text(content, encoding="utf-8")
-            found.append(find(path=str(folder))[0].sha256)
-    assert found[::2] == found[1::2]
-    assert len(set(found)) == 5
+        for place in ("here", "there"):
+            write_files(tmp_path / f"{place}{i}", files)
+            found.add(find(path=f"{tmp_path}/{place}{i}")[0].sha256)
+        assert len(found) == i + 1
 
 
 def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_them(tmp_path):
@@ -116,7 +117,8 @@ def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_the
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
-    file, folder = tmp_path / "a.txt", tmp_path / "data"
+    file = tmp_path / "a.txt"
+    folder = tmp_path / "data"
     cache = folder / "checksums.json"
     file.write_bytes(b"first")
     assert checksums([file], folder) == [sha256(b"first")]
@@ -155,12 +157,16 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
         source, _ = find(path=path)
         assert texts_of(source) == [content.decode().replace("\r\n", "\n")]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
-    read = f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('-', '', Path('{ROOT}')))"
-    child = subprocess.run(
-        [sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True
-    )
     copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
-    assert child.stdout.decode().strip() == str(copy)
+    assert spooled_in_child("-") == copy
+
+
+def spooled_in_child(path):
+    """Return what a child process, such as a rank, reads for a path; it has no such pipe."""
+    imports = "from minigpt.data.sources import spool; from pathlib import Path"
+    program = f"{imports}; print(spool('{path}', '', Path('{ROOT}')), end='')"
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+    return Path(subprocess.run([sys.executable, "-c", program], check=True, **options).stdout)
 
 
 @pytest.fixture
@@ -186,29 +192,16 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     source, val = find(path=path, val_path=pipe("or not"))
     for _ in range(2):
         assert (texts_of(source), texts_of(val)) == (["To be\n"], ["or not"])
-    assert (source.name, source.sha256, val.sha256) == (
-        "stdin",
-        sha256(b"To be\r\n"),
-        sha256(b"or not"),
-    )
-    read = f"from minigpt.data.sources import spool; from pathlib import Path; print(spool('{path}', '', Path('{ROOT}')))"
-    child = subprocess.run(
-        [sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True
-    )
-    # A rank, which has no such pipe
-    assert Path(child.stdout.decode().strip()).read_bytes() == b"To be\r\n"
+    assert (source.name, source.sha256) == ("stdin", sha256(b"To be\r\n"))
+    assert val.sha256 == sha256(b"or not")
+    assert spooled_in_child(path).read_bytes() == b"To be\r\n"
     refused(r"^data\.path=/dev/fd/\d+ is empty; pipe a text into it$", find, path=pipe(""))
-    several = pytest.raises(
-        UserError, match=r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"
-    )
-    with patch.dict(os.environ, MINIGPT_RANK_ZERO_PID="1", LOCAL_RANK="1", WORLD_SIZE="2"), several:
-        find(path=pipe("x"))
+    pattern = r"^data\.path=/dev/fd/\d+ cannot be read by several processes; save"
+    with patch.dict(os.environ, MINIGPT_RANK_ZERO_PID="1", LOCAL_RANK="1", WORLD_SIZE="2"):
+        refused(pattern, find, path=pipe("x"))
     terminal, _ = os.openpty()
-    refused(
-        r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it",
-        find,
-        path=f"/dev/fd/{terminal}",
-    )
+    pattern = r"^data\.path=/dev/fd/\d+ is a terminal; pipe a text into it"
+    refused(pattern, find, path=f"/dev/fd/{terminal}")
 
 
 def test_a_copy_of_a_pipe_that_was_edited_is_neither_read_for_it_nor_replaced(find, pipe, tmp_path):
@@ -227,51 +220,41 @@ def test_the_prompt_and_the_scored_text_may_be_a_pipe(pipe):
 
 
 def test_a_list_of_paths_is_read_in_its_order(find, tmp_path, pipe):
-    for name in ("b.txt", "a.txt", "more/c.md", "more/d.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"of {Path(name).stem}", encoding="utf-8")
-    source, val = find(
-        path=[f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"],
-        val_path=[pipe("piped")],
-    )
+    texts = {"b.txt": "of b", "a.txt": "of a", "more/c.md": "of c", "more/d.txt": "of d"}
+    write_files(tmp_path, texts)
+    paths = [f"{tmp_path}/b.txt", f"{tmp_path}/more", f"{tmp_path}/*.txt"]
+    source, val = find(path=paths, val_path=[pipe("piped")])
     assert texts_of(source) == ["of b", "of c", "of d", "of a"]
     assert texts_of(val) == ["piped"]
     assert source.name == "b.txt-more-" + tmp_path.name
     assert find(path=[f"{tmp_path}/b.txt"])[0].sha256 == sha256(b"of b")
-    refused(
-        r"data\.path=.*no\.txt does not exist",
-        find,
-        path=[f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"],
-    )
+    paths = [f"{tmp_path}/b.txt", f"{tmp_path}/no.txt"]
+    refused(r"data\.path=.*no\.txt does not exist", find, path=paths)
 
 
 def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(
     find, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("plays/old/a.txt", "odd [1].txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("a")
+    write_files(tmp_path, dict.fromkeys(("plays/old/a.txt", "odd [1].txt"), "a"))
     names = {
         "**/*.txt": "text",
         "plays/**/*.txt": "plays",
         "plays/*/a.txt": "a.txt",
         "./plays": "plays",
         ".": "text",
+        "odd [1].txt": "odd-1-.txt",
+        f"{tmp_path}/*/*/*": tmp_path.name,
     }
-    for path, name in (
-        names | {"odd [1].txt": "odd-1-.txt", f"{tmp_path}/*/*/*": tmp_path.name}
-    ).items():
+    for path, name in names.items():
         assert find(path=path)[0].name == name
 
 
 def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
     """Token files are found by them."""
-    for name in ("a.txt", "b.md", "c.jsonl"):
-        (tmp_path / name).write_text(
-            '{"text": "a"}\n{"text": "b"}' if name == "c.jsonl" else name, encoding="utf-8"
-        )
-    sums = [sha256((tmp_path / name).read_bytes()) for name in ("a.txt", "b.md", "c.jsonl")]
+    texts = {"a.txt": b"a", "b.md": b"b", "c.jsonl": b'{"text": "a"}\n{"text": "b"}'}
+    write_files(tmp_path, texts)
+    sums = [sha256(content) for content in texts.values()]
     assert find(path=str(tmp_path / "a.txt"))[0].sha256 == sums[0]
     identity = json.dumps(["text", [".txt", ".md", ".jsonl"], sums], sort_keys=True)
     assert find(path=str(tmp_path))[0].sha256 == sha256(identity.encode())
@@ -288,13 +271,8 @@ def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_
     changed, val_again = find(*HUB, dataset=str(stories))
     assert (changed.sha256 != source.sha256, val_again.sha256) == (True, val.sha256)
     assert find("openwebtext", dataset=str(stories))[1] is None
-    refused(
-        "cannot be read: BuilderConfig 'other' not found",
-        find,
-        *HUB,
-        dataset=str(stories),
-        subset="other",
-    )
+    message = "cannot be read: BuilderConfig 'other' not found"
+    refused(message, find, *HUB, dataset=str(stories), subset="other")
 
 
 def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
@@ -306,26 +284,19 @@ def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
     (stories / ".cache").write_text("hidden")
     monkeypatch.chdir(tmp_path)
     for path in (str(stories), "stories", "./stories/"):
-        again = find(*HUB, dataset=path)
-        assert [(one.sha256, texts_of(one)) for one in again] == [
-            (source.sha256, TRAIN),
-            (val.sha256, VAL),
-        ]
-    (stories / "data/validation-00000-of-00001.parquet").write_bytes(parquet(["other rows"]))
-    assert [
-        one.sha256 == old.sha256
-        for one, old in zip(find(*HUB, dataset=path), (source, val), strict=True)
-    ] == [
-        True,
-        False,
-    ]
+        same, same_val = find(*HUB, dataset=path)
+        assert (same.sha256, texts_of(same)) == (source.sha256, TRAIN)
+        assert (same_val.sha256, texts_of(same_val)) == (val.sha256, VAL)
+    write_stories(stories, "validation", ["other rows"])
+    same, changed = find(*HUB, dataset=path)
+    assert same.sha256 == source.sha256
+    assert changed.sha256 != val.sha256
 
 
 def test_a_text_file_of_a_folder_with_the_layout_of_a_hub_is_one_document(find, stories):
     folder = stories.parent / "texts"
-    folder.mkdir()
-    for name, text in (("train_1", "One day.\r\n\r\nTwo dogs.\n"), ("train_2", "The end.")):
-        (folder / f"{name}.txt").write_bytes(text.encode())
+    texts = {"train_1.txt": "One day.\r\n\r\nTwo dogs.\n", "train_2.txt": "The end."}
+    write_files(folder, texts)
     (source, _) = find("openwebtext", dataset=str(folder))
     assert texts_of(source) == ["One day.\n\nTwo dogs.\n", "The end."]
 
@@ -337,10 +308,8 @@ def test_null_of_a_hub_is_left_out_and_counted_and_every_line_end_is_a_line_brea
     source, _ = find("openwebtext", dataset=str(stories))
     for _ in range(2):
         assert texts_of(source) == ["a\nb\nc", ""]
-    warning = (
-        f"warning: 2 rows of data.dataset={stories} have null instead of a text and are left out\n"
-    )
-    assert capsys.readouterr().err == warning
+    warning = f"2 rows of data.dataset={stories} have null instead of a text and are left out"
+    assert capsys.readouterr().err == f"warning: {warning}\n"
 
 
 def parquet(texts):
@@ -379,15 +348,12 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize("card", [{"README.md": b"# Plays"}, {}], ids=["card", "none"])
 def test_a_data_set_of_the_hub_is_its_commit(find, hub, card, capsys):
-    first = hub.commit(
-        {"train.parquet": parquet(["one", "two"]), "validation.parquet": parquet(["val"]), **card}
-    )
+    files = {"validation.parquet": parquet(["val"]), **card}
+    first = hub.commit(files | {"train.parquet": parquet(["one", "two"])})
     source, val = find(*HUB, dataset="me/plays")
     assert (texts_of(source), texts_of(val)) == (["one", "two"], ["val"])
     assert f"is read at commit {first}; data.revision={first} fixes it\n" in capsys.readouterr().err
-    hub.commit(
-        {"train.parquet": parquet(["changed"]), "validation.parquet": parquet(["val"]), **card}
-    )
+    hub.commit(files | {"train.parquet": parquet(["changed"])})
     changed, _ = find(*HUB, dataset="me/plays")
     assert texts_of(changed) == ["changed"]
     assert texts_of(source) == ["one", "two"]  # the commit that its checksum is of
@@ -397,7 +363,7 @@ def test_a_data_set_of_the_hub_is_its_commit(find, hub, card, capsys):
     assert find(*HUB, dataset="me/plays", revision="v1")[0].sha256 == source.sha256
 
 
-def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_cache_if_it_has_that(
+def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_cache_if_there(
     find, hub, offline, monkeypatch
 ):
     files = {"train.parquet": parquet(["one"]), "README.md": b"# Plays"}
@@ -412,9 +378,7 @@ def test_without_a_network_a_data_set_is_the_commit_last_seen_and_read_from_the_
     changed, _ = find("openwebtext", dataset="me/plays")
     offline()
     assert find("openwebtext", dataset="me/plays")[0].sha256 == changed.sha256
-    with pytest.raises(
-        RunError, match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$"
-    ):
+    with pytest.raises(RunError, match=UNREACHED):
         texts_of(changed)  # not the other commit, which is in the cache
     cached, _ = find("openwebtext", dataset="me/plays", revision=first)
     assert (texts_of(cached), cached.sha256, first != second) == (["one"], source.sha256, True)
@@ -424,34 +388,25 @@ def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(
     find, hub, offline, monkeypatch
 ):
     hub.commit({"train.parquet": parquet(["one"]), "README.md": b"# Plays"})
-    for changes in (
-        {"dataset": "me/nothing"},
-        {"dataset": "me/plays", "revision": "v9"},
-        {"dataset": "a b"},
-    ):
+    plays = {"dataset": "me/plays"}
+    for changes in ({"dataset": "me/nothing"}, plays | {"revision": "v9"}, {"dataset": "a b"}):
         with pytest.raises(UserError, match=r"^data\.dataset=.* cannot be read: ") as error:
             find("openwebtext", **changes)
         assert error.value.exit_code == 2
     point_at("http://127.0.0.1:9", monkeypatch)
     for _ in range(2):
-        with pytest.raises(
-            RunError,
-            match=r"^data\.dataset=me/plays could not be reached \([^\n]*set data\.path=…$",
-        ):
-            find("openwebtext", dataset="me/plays")
+        with pytest.raises(RunError, match=UNREACHED):
+            find("openwebtext", **plays)
         offline()
 
 
 def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
-    data = (
-        values()
-        | values("openwebtext")
-        | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
-    )
-    data |= {"val_fraction": 0.2}
+    own = {"folder": str(tmp_path / "data"), "dataset": str(stories), "val_fraction": 0.2}
+    data = values() | values("openwebtext") | own
     corpus = load_corpus(data, {"name": "char"})
-    model, run = GPTConfig(vocab_size=corpus.tokenizer.vocab_size), {"data": data}
-    content = contents(model, corpus.tokenizer, config=run, corpus_sha256=corpus.sha256)
+    model = GPTConfig(vocab_size=corpus.tokenizer.vocab_size)
+    own = {"config": {"data": data}, "corpus_sha256": corpus.sha256}
+    content = contents(model, corpus.tokenizer, **own)
     write(content | {"state_dict": {}}, tmp_path / "last.safetensors")
     load_corpus(data | {"val_fraction": 0.5}, {"name": "char"})  # another split of the same text
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val

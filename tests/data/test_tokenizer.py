@@ -22,12 +22,11 @@ from minigpt.data.tokenizer import (
 )
 from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.sampling.generation import generate, score
-from minigpt.utils.errors import UserError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))  # all of Unicode but surrogates
-WORDS = (
-    "the cat sat on the mat, that's what mats are for! Ünï©ödé 漢字 漢字 😀😀 Ελληνικά 1234 12345   x\n\n\n"
-    * 3
+WORDS = 3 * (
+    "the cat sat on the mat, that's what mats are for! Ünï©ödé 漢字 漢字 "
+    "😀😀 Ελληνικά 1234 12345   x\n\n\n"
 )
 
 
@@ -67,7 +66,8 @@ def test_char_ids_equal_those_of_nanogpt(text):
 @example(text=f"a{SEPARATOR}b{SEPARATOR}")
 @example(text="a\udcffb")  # from a terminal: half a character
 def test_byte_and_bpe_round_trip_any_text(name, text):
-    tokenizer, expected = tokenizer_of(name), text.replace("\udcff", "\ufffd")
+    tokenizer = tokenizer_of(name)
+    expected = text.replace("\udcff", "\ufffd")
     ids = tokenizer.encode(text)
     assert ids.tolist() == list(expected.encode()) or name != "byte"
     assert ids.tolist() == rebuilt(tokenizer).encode(text).tolist()
@@ -78,18 +78,16 @@ def test_byte_and_bpe_round_trip_any_text(name, text):
     assert ids.dtype == np.dtype("uint8" if name == "byte" else "uint16")
 
 
-def test_invalid_ids_decode_to_the_replacement_character_and_one_error_lists_all_unknown_characters():
+def test_invalid_ids_decode_to_the_replacement_character_and_one_error_lists_all_unknown():
     for tokenizer in map(tokenizer_of, ("char", "byte", "bpe")):
         (a,) = tokenizer.encode("a").tolist()
         assert tokenizer.decode([a, tokenizer.vocab_size, -1, a, 1 << 40]) == "a\ufffd\ufffda\ufffd"
-    with pytest.raises(UserError, match=r"no id for '\\t', 'b', '~', '😀'; its alphabet is the 3 "):
-        # B lies between known characters, ~ and 😀 beyond them
-        CharTokenizer("acz").encode("czb~a😀\tb")
-    with pytest.raises(
-        UserError, match=r"no id for U\+0007, ' ', U\+00A0, U\+0301, U\+200B, U\+FE0F, U\+FEFF; "
-    ):
-        # Which a terminal does not show
-        CharTokenizer("a").encode("a \u200b\u00a0\ufeff\u0301\ufe0f\a")
+    # B lies between known characters, ~ and 😀 beyond them
+    pattern = r"no id for '\\t', 'b', '~', '😀'; its alphabet is the 3 "
+    refused(pattern, CharTokenizer("acz").encode, "czb~a😀\tb")
+    # Which a terminal does not show
+    pattern = r"no id for U\+0007, ' ', U\+00A0, U\+0301, U\+200B, U\+FE0F, U\+FEFF; "
+    refused(pattern, CharTokenizer("a").encode, "a \u200b\u00a0\ufeff\u0301\ufe0f\a")
 
 
 def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_id():
@@ -116,10 +114,8 @@ def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_
 @pytest.mark.filterwarnings("error")  # torch's, of arrays that cannot be written
 def test_the_model_takes_encoded_arrays():
     tokenizer = tokenizer_of("bpe")
-    model, ids = (
-        make_model(vocab_size=tokenizer.vocab_size, block_size=8),
-        tokenizer.encode("the cat"),
-    )
+    model = make_model(vocab_size=tokenizer.vocab_size, block_size=8)
+    ids = tokenizer.encode("the cat")
     longs = torch.tensor([ids.tolist()])
     assert torch.equal(model(ids[None]), model(longs))
     assert torch.equal(model(ids[None, :-1], ids[None, 1:]), model(longs[:, :-1], longs[:, 1:]))
@@ -129,7 +125,7 @@ def test_the_model_takes_encoded_arrays():
         model(ids)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.text(), st.integers(0, 3))
 def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut):
     tokenizer = tokenizer_of("byte")

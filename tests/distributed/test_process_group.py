@@ -1,4 +1,4 @@
-"""Muon on several ranks, with replicas (DDP) and shards (FSDP2), as on one; the memory of shards."""
+"""Muon on several ranks, with replicas (DDP) and shards (FSDP2), as on one; shards' memory."""
 
 import ctypes
 import re

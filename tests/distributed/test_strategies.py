@@ -146,7 +146,7 @@ def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(
 
 @pytest.mark.slow
 def test_ranks_of_srun_train_as_one(small, trained, tmp_path):
-    """Without --ntasks-per-node, in a job with more tasks, with variables that its script exports."""
+    """Without --ntasks-per-node, in a job with more tasks, and with variables of its script."""
     spread = ["trainer=ddp", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/two"]
     group = {
         "SLURM_NTASKS": "4",

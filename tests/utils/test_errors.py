@@ -1,4 +1,4 @@
-"""Errors are one line on stderr, with an exit code that distinguishes bad input from a failed run."""
+"""Errors are one line on stderr; the exit code distinguishes bad input from a failed run."""
 
 import errno
 import io
@@ -40,7 +40,8 @@ IMPORT_ERROR = ImportError("initialization failed")
 IMPORT_ERROR.__cause__ = Interrupted(signal.SIGTERM)
 SHOWN = "(MINIGPT_TRACEBACK=1 shows where)"
 FULL = "no space left on device; free some space, or choose another folder"
-EVIL, SEEN = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f", r"a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
+EVIL = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
+SEEN = r"a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
 CASES = [
     (UserError(EVIL), f"error: {SEEN}", 2),
     (RunError("the loss is nan"), "error: the loss is nan", 1),
@@ -107,17 +108,21 @@ def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
 
 KINDS = {
     "torchrun": {
-        **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "a", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"},
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
     },
     "srun": {
-        **{
-            "SLURM_PROCID": "1",
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": "1",
-        },
-        **{"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "host[7-8]"},
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "host[7-8]",
     },
     "Lightning": {"LOCAL_RANK": "1", "MINIGPT_RANK_ZERO_PID": "1"},
 }
@@ -143,7 +148,7 @@ def test_a_step_of_one_task_and_a_process_that_rank_zero_starts_are_no_ranks(mon
 
 
 MISTYPED = {
-    "optimizer.lrr=1e-3": "optimizer.lrr does not exist (did you mean optimizer.lr?); --help lists them",
+    "optimizer.lrr=1e-3": "optimizer.lrr does not exist (did you mean optimizer.lr?); --help",
     "frobnicate=1": "frobnicate does not exist;",
     "max_steps": "cannot parse the override max_steps; in a shell, write key=value",
     "model=true": "Config group override must be a string",
@@ -162,16 +167,16 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override):
 def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydra():
     with pytest.raises(InstantiationException) as raised:
         instantiate({"_target_": "statistics.mean", "data": []})
-    assert explain(raised.value) == (
-        f"error: StatisticsError: mean requires at least one data point {SHOWN}",
-        1,
-    )
+    message = f"error: StatisticsError: mean requires at least one data point {SHOWN}"
+    assert explain(raised.value) == (message, 1)
 
 
 def run(body, **streams):
     """Run a program with this body; return its exit code and its stderr."""
-    imports = "from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
-    program = f"{imports}\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
+    imports = "from minigpt.utils.cli import *; from minigpt.utils.signals import *"
+    program = (
+        f"{imports}; exit_on_requeue_signal()\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
+    )
     # Python buffers what it prints into a pipe or a file, unless this variable is set.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", program]
