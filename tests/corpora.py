@@ -116,6 +116,10 @@ def documents(chunks):
     return texts
 
 
+def texts_of(source):
+    return documents(source.read())
+
+
 def folder_of(corpus):
     return corpus.train.files[0].parent
 

@@ -27,7 +27,8 @@ from minigpt.utils.signals import Interrupted
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
 IGNORED = re.compile(
-    r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'"
+    r"'((wall_|logged_)?seconds|config|provenance"
+    r"|epoch_loop\.(val_loop\.batch_progress|state_dict))'"
 )
 SAMPLES = "callbacks.samples.max_new_tokens=20"
 ACCUMULATED = [
