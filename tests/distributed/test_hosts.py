@@ -107,8 +107,11 @@ def test_a_run_that_loses_a_host_ends_and_resumes(small, train, tmp_path, spread
     overrides = [*small, *settings, *spread, f"hydra.run.dir={run}", "resume=auto"]
     with start_hosts(2, tmp_path) as hosts:
         launchers = on_all(hosts, 1, [*overrides, "max_steps=1000000"])
-        ended = (launcher.poll() is not None for launcher in launchers)
-        wait_until(lambda: (run / LAST).exists() or any(ended))
+
+        def ended() -> bool:
+            return any(launcher.poll() is not None for launcher in launchers)
+
+        wait_until(lambda: (run / LAST).exists() or ended())
         if cut:
             hosts.set_link(1, "down")
         else:
