@@ -9,12 +9,12 @@ from typing import Any
 import processes  # noqa: F401  # its fork server has imported everything
 import pytest
 import torch
-from test_muon import ADAM, OPTIONS
 from torch import Tensor, distributed, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing import assert_close
+from training.test_muon import ADAM, OPTIONS
 
 from minigpt.distributed.muon_ranks import Replicas, Shards
 from minigpt.model.config import GPTConfig

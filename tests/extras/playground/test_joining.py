@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import EVERY, architectures, as_alone, close, make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoder import EVERY, as_alone, close, tokens
-from test_generation import architectures, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 

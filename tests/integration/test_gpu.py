@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import every_architecture
 from models import make_model
 from ranks import train_on_ranks
 from robustness.faults.tools import different_leaves
 from small_runs import ROOT, TEST_DEVICE, column
-from test_decoder import EVERY
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -53,13 +53,8 @@ FLOAT32 = "trainer.precision=32-true"
 STEP_10 = "checkpoints/step-10.safetensors"  # with this setting:
 KEEP_STEP_10 = "callbacks.checkpoint.save_top_k=2"
 ADAM: Any = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
-MUON: Any = {
-    **ADAM,
-    "adam_lr": 0.01,
-    "momentum": 0.9,
-    "ngram_weight_decay": 0.0,
-    "newton_schulz_steps": 5,
-}
+MUON: Any = {**ADAM, "adam_lr": 0.01, "momentum": 0.9, "newton_schulz_steps": 5}
+MUON |= {"ngram_weight_decay": 0.0}
 
 Train = Callable[..., Any]
 
@@ -95,11 +90,8 @@ def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(
 
 # Blocks of 256 tokens, because a sum over several tiles of keys may have any order.
 MIXED = "optimizer=muon ema_decay=0.9 model.dropout=0.1 trainer.accumulate_grad_batches=2"
-
-
-COMPILED = (
-    "compile=true trainer.deterministic=true"  # compiled sums over equal tokens may have any order
-)
+# Compiled sums over equal tokens may have any order.
+COMPILED = "compile=true trainer.deterministic=true"
 
 
 @pytest.mark.parametrize("settings", ["", MIXED, COMPILED, FLOAT32])
@@ -112,38 +104,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         resumed = train(*given, f"resume={whole}/{STEP_10}", folder=tmp_path / "resumed").folder
     finally:
         torch.use_deterministic_algorithms(False)
-    different = different_leaves(whole / LAST, resumed / LAST)
-    assert [
-        name for name in different if not name.startswith(("['callbacks']", "['minigpt']"))
-    ] == []
+    for name in different_leaves(whole / LAST, resumed / LAST):
+        assert name.startswith(("['callbacks']", "['minigpt']"))
     assert column(resumed, "train_loss") == column(whole, "train_loss")[2:]  # of steps 15 and 20
 
 
 def test_a_run_changes_between_cpu_and_gpu(train: Train, tmp_path: Path) -> None:
     devices = {"cpu": ["trainer=cpu", FLOAT32], "gpu": [*ON_GPU, FLOAT32]}
-    started = {
-        name: train(*on, KEEP_STEP_10, folder=tmp_path / name).folder
-        for name, on in devices.items()
-    }
+    for name, on in devices.items():
+        train(*on, KEEP_STEP_10, folder=tmp_path / name)
+    expected = column(tmp_path / "cpu", "val_loss")[1:]
     for first, then in (("cpu", "gpu"), ("gpu", "cpu")):
-        resume = f"resume={started[first]}/{STEP_10}"
+        resume = f"resume={tmp_path / first}/{STEP_10}"
         resumed = train(*devices[then], resume, folder=tmp_path / f"on {then}").folder
-        assert column(resumed, "val_loss") == pytest.approx(
-            column(started["cpu"], "val_loss")[1:], rel=0.01
-        )
+        assert column(resumed, "val_loss") == pytest.approx(expected, rel=0.01)
         assert load_checkpoint(resumed)[0].wte.weight.device.type == "cpu"
 
 
 @pytest.mark.slow
 def test_compilation_does_not_change_the_losses(train: Train, tmp_path: Path) -> None:
-    eager, compiled = (
-        column(
-            train(*ON_GPU, FLOAT32, f"compile={value}", folder=tmp_path / value).folder,
-            "train_loss",
-        )
-        for value in ("false", "true")
-    )
-    assert compiled == pytest.approx(eager, rel=0.01)
+    losses = []
+    for value in ("false", "true"):
+        run = train(*ON_GPU, FLOAT32, f"compile={value}", folder=tmp_path / value)
+        losses.append(column(run.folder, "train_loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_the_mfu_of_a_known_gpu_is_logged(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +135,8 @@ def test_the_mfu_of_a_known_gpu_is_logged(train: Train, monkeypatch: pytest.Monk
     peak = metrics.PEAK_FLOPS.get(name, 1e12)
     monkeypatch.setitem(metrics.PEAK_FLOPS, name, peak)
     folder = train(*ON_GPU).folder
-    logged, speeds = column(folder, "mfu"), column(folder, "flops_per_second")
+    logged = column(folder, "mfu")
+    speeds = column(folder, "flops_per_second")
     assert len(logged) == 4
     assert 0 < min(logged) <= max(logged) < 1
     assert logged == pytest.approx([speed / peak for speed in speeds])
@@ -170,9 +155,8 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -
 def test_a_killed_run_recovers_on_the_gpu() -> None:
     command = [sys.executable, "-m", "robustness.faults", "--only", "SIGKILL at", "--trials", "1"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "MINIGPT_FAULTS_TRAINER": KIND}
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", check=False, timeout=600
-    )
+    options: Any = {"capture_output": True, "encoding": "utf-8", "check": False, "timeout": 600}
+    done = subprocess.run(command, cwd=ROOT, env=env, **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -181,21 +165,20 @@ def test_a_killed_run_recovers_on_the_gpu() -> None:
 )
 def test_greedy_text_is_that_of_a_cpu(train: Train, settings: str) -> None:
     folder = train(*ON_GPU, *settings.split(), "max_steps=100", "eval_every=100").folder
-    expected, found = (
-        generate(model, [[1, 2, 3], [5]], max_new_tokens=40, temperature=0, logprobs=True)
-        for model in (load_checkpoint(folder, device=place)[0] for place in ("cpu", DEVICE))
-    )
-    assert [sample.tokens for sample in found] == [sample.tokens for sample in expected]
-    for one, other in zip(found, expected, strict=True):
+    options = {"max_new_tokens": 40, "temperature": 0, "logprobs": True}
+    samples = []
+    for place in ("cpu", DEVICE):
+        model, _ = load_checkpoint(folder, device=place)
+        samples.append(generate(model, [[1, 2, 3], [5]], **options))
+    for one, other in zip(*samples, strict=True):
+        assert one.tokens == other.tokens
         assert_close(Tensor(one.logprobs), Tensor(other.logprobs), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_64_streams_are_generated_as_one(dtype: torch.dtype) -> None:
-    model, drawn = (
-        gpu_model().to(DEVICE, dtype),
-        {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9},
-    )
+    model = gpu_model().to(DEVICE, dtype)
+    drawn = {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9}
     samples = generate(model, [1, 2], num_samples=64, seed=7, **drawn)
     assert {len(sample.tokens) for sample in samples} == {30}
     assert len({tuple(sample.tokens) for sample in samples}) == 64
@@ -217,9 +200,8 @@ def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(
     for script, arguments in commands.items():
         done = call(script, str(folder), *arguments.split())
         assert done.returncode == 0, done.stderr
-    original, exported = (
-        load_checkpoint(path)[0] for path in (folder, tmp_path / "exported.safetensors")
-    )
+    original, _ = load_checkpoint(folder)
+    exported, _ = load_checkpoint(tmp_path / "exported.safetensors")
     assert all(map(torch.equal, original.parameters(), exported.parameters()))
 
 
@@ -238,7 +220,9 @@ def test_an_optimizer_takes_the_steps_of_a_cpu(make: Any, dtype: torch.dtype) ->
                 p.grad = torch.randn(p.shape, generator=drawn, dtype=dtype).to(place)
             optimizer.step()
         ends.append([p.detach().cpu() for p in model.parameters()])
-    tolerance = 1e-9 if dtype == torch.float64 else 0.05 if make is muon else 1e-4
+    tolerance = 0.05 if make is muon else 1e-4
+    if dtype == torch.float64:
+        tolerance = 1e-9
     for before, expected, found in zip(start.parameters(), *ends, strict=True):
         assert (found - expected).norm() <= tolerance * (expected - before.detach()).norm()
 
@@ -278,32 +262,21 @@ def test_one_rank_trains_as_one_device(
     assert column(tmp_path / "spread", "train_loss") == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
-def test_every_architecture_computes_on_the_gpu(changes: dict[str, Any]) -> None:
-    config = {
-        "block_size": 4,
-        "vocab_size": 256,
-        "n_layer": 1,
-        "n_head": 4,
-        "n_embd": 32,
-        **changes,
-    }
-    model, ids = gpu_model(**config), torch.arange(12).view(3, 4)
-    (loss, maps), (found, their_maps) = (
-        (model.to(place)(ids.to(place), ids.to(place)), attention_maps(model, ids[0].to(place)))
-        for place in ("cpu", DEVICE)
-    )
-    assert_close(found.cpu(), loss, atol=1e-4, rtol=1e-4)
+@every_architecture
+def test_every_architecture_computes_on_the_gpu(settings: dict[str, Any]) -> None:
+    sizes = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
+    model = gpu_model(**{**sizes, **settings})
+    ids = torch.arange(12).view(3, 4)
+    found = []
+    for place in ("cpu", DEVICE):
+        loss = model.to(place)(ids.to(place), ids.to(place))
+        found.append((loss.cpu(), attention_maps(model, ids[0].to(place))))
+    (loss, maps), (their_loss, their_maps) = found
+    assert_close(their_loss, loss, atol=1e-4, rtol=1e-4)
     assert_close(their_maps, maps, atol=1e-5, rtol=1e-4)
-    filters = {
-        "temperature": 0.7,
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "logprobs": True,
-    }
-    samples = generate(model, [[1, 2, 3], [4] * 7], max_new_tokens=6, num_samples=2, **filters)
+    options = {"max_new_tokens": 6, "num_samples": 2, "logprobs": True, "temperature": 0.7}
+    options |= {"top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+    samples = generate(model, [[1, 2, 3], [4] * 7], **options)
     assert [len(sample.tokens) for sample in samples] == [6] * 4  # beyond block_size
     assert score(model, ids[0], [1], n_top=3).logprobs.device.type == "cpu"
 
@@ -312,28 +285,18 @@ def test_every_architecture_computes_on_the_gpu(changes: dict[str, Any]) -> None
 def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_residual_stream(
     half: torch.dtype,
 ) -> None:
-    config = {
-        "position": "rope",
-        "norm": "rmsnorm_noscale",
-        "activation": "swiglu",
-        "logit_softcap": 15.0,
-    }
-    model, outputs = (
-        gpu_model(n_layer=1, n_head=4, n_embd=32, qk_norm=True, **config).to(DEVICE),
-        {},
-    )
-    for name, module in model.named_modules():
-        module.register_forward_hook(
-            lambda module, args, y, name=name: outputs.update({name: y.dtype})
-        )
+    config = {"n_layer": 1, "n_head": 4, "n_embd": 32, "qk_norm": True, "position": "rope"}
+    config |= {"norm": "rmsnorm_noscale", "activation": "swiglu", "logit_softcap": 15.0}
+    model = gpu_model(**config).to(DEVICE)
+    names = {module: name for name, module in model.named_modules()}
+    outputs = {}
+    for module in names:
+        module.register_forward_hook(lambda m, _, y: outputs.update({names[m]: y.dtype}))
     ids = torch.zeros(3, 4, dtype=torch.long, device=DEVICE)
     with torch.autocast(DEVICE.type, half):
         assert model(ids, ids).dtype == torch.float32
-    reduced = {"lm_head"}
-    reduced |= {
-        f"blocks.0.{name}"
-        for name in ("attention", "attention.qkv", "attention.out", "mlp", "mlp.up", "mlp.down")
-    }
+    in_block = ("attention", "attention.qkv", "attention.out", "mlp", "mlp.up", "mlp.down")
+    reduced = {"lm_head", *(f"blocks.0.{name}" for name in in_block)}
     if KIND == "gpu" and half == torch.bfloat16:
         reduced |= {"final_norm", "blocks.0", "blocks.0.norm_1", "blocks.0.norm_2"}
     assert {name for name, dtype in outputs.items() if dtype == half} == reduced
@@ -361,24 +324,20 @@ def test_models_generate_at_once_as_one_after_another() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_gpu_that_is_not_the_current_one_generates_the_same_text() -> None:
-    model, options = gpu_model(), {"max_new_tokens": 30, "temperature": 0}
-    first, second = (
-        generate(model.to(place), [1, 2], **options)[0].tokens for place in ("cuda:0", "cuda:1")
-    )
-    assert first == second
+    model = gpu_model()
+    options = {"max_new_tokens": 30, "temperature": 0}
+    first = generate(model.to("cuda:0"), [1, 2], **options)
+    assert generate(model.to("cuda:1"), [1, 2], **options) == first
 
 
 def test_the_server_draws_on_the_gpu() -> None:
-    async def serve(*settings: SamplingSettings) -> list[Token]:
-        requests = [SampleRequest([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
-        return [
-            token
-            async for token in Engine(gpu_model().to(DEVICE), ByteTokenizer()).generate(*requests)
-        ]
+    settings: list[Any] = [{"temperature": 0}, {"top_k": 3}, {"repetition_penalty": 1.5}]
+    requests = []
+    for i, given in enumerate(settings):
+        requests.append(SampleRequest([1, 2, i], 4, SamplingSettings(**given)))
 
-    settings = [
-        SamplingSettings(temperature=0),
-        SamplingSettings(top_k=3),
-        SamplingSettings(repetition_penalty=1.5),
-    ]
-    assert len(asyncio.run(serve(*settings))) == 3 * 4
+    async def serve() -> list[Token]:
+        engine = Engine(gpu_model().to(DEVICE), ByteTokenizer())
+        return [token async for token in engine.generate(*requests)]
+
+    assert len(asyncio.run(serve())) == 3 * 4
