@@ -1,4 +1,4 @@
-"""Norms and activations equal torch's in value and gradient, and an entry in the tables adds another."""
+"""Norms and activations equal torch's in value and gradient; an entry in the tables adds one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,24 +35,26 @@ def assert_same(
 @pytest.mark.parametrize("scale", [1e-3, 100.0])
 def test_rms_norm_equals_torchs(scale: float):
     x, weight, bias = scale * torch.randn(2, 4, 9, 8), torch.randn(8), torch.randn(8)
+
+    def reference(x: Tensor, w: Tensor | None = None, b: Any = 0.0) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b
+
     for given in ([x], [x.transpose(0, -2), weight], [x, weight, bias]):
-        assert_same(
-            rms_norm, lambda x, w=None, b=0.0: F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b, *given
-        )
+        assert_same(rms_norm, reference, *given)
 
 
-def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_the_type_of_their_input():
+def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32():
+    """Others are computed in the type of their input."""
     before = torch.is_autocast_enabled("cuda")
+    found = {}
     try:
         torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a GPU
         with FakeTensorMode():  # types and shapes alone, on any device
-            x, weight = (
-                torch.empty(2, 8, device="cuda", dtype=torch.bfloat16),
-                torch.empty(8, device="cuda"),
-            )
-            found = {
-                (name, w is None): NORMS[name](x, w).dtype for name in NORMS for w in (None, weight)
-            }
+            x = torch.empty(2, 8, device="cuda", dtype=torch.bfloat16)
+            weight = torch.empty(8, device="cuda")
+            for name, norm in NORMS.items():
+                found[name, True] = norm(x, None).dtype
+                found[name, False] = norm(x, weight).dtype
     finally:
         torch.set_autocast_enabled("cuda", before)
     reduced = {key for key, dtype in found.items() if dtype == torch.bfloat16}
@@ -66,7 +68,8 @@ def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32_and_others_in_
 def test_the_weights_of_a_norm_may_have_another_type_than_its_input(
     dtypes: tuple[torch.dtype, torch.dtype],
 ):
-    x, weight = torch.randn(2, 4, 8).to(dtypes[0]), torch.randn(8).to(dtypes[1])
+    x = torch.randn(2, 4, 8).to(dtypes[0])
+    weight = torch.randn(8).to(dtypes[1])
     for norm in NORMS.values():
         assert torch.equal(norm(x, weight), norm(x, weight.to(x.dtype)))
 
@@ -112,10 +115,10 @@ def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_reverse_mode():
-    model = make_model(
-        std=None, norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, smear=1
-    )
-    weights, ids = dict(model.named_parameters()), torch.randint(23, (3, 9))
+    settings = {"norm": "rmsnorm", "activation": "relu2", "position": "rope", "qk_norm": True}
+    model = make_model(std=None, smear=1, **settings)
+    weights = dict(model.named_parameters())
+    ids = torch.randint(23, (3, 9))
 
     def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:  # (9,)
         return torch.func.functional_call(model, weights, (ids[None, :-1], ids[None, 1:]))
@@ -127,12 +130,10 @@ def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_
     # The fused kernel has neither
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         vectors = {name: torch.randn_like(weight) for name, weight in weights.items()}
-        forward = torch.func.jvp(
-            torch.func.grad(lambda weights: loss(weights, ids[0])), (weights,), (vectors,)
-        )[1]
-        gradients = torch.autograd.grad(
-            loss(weights, ids[0]), [*weights.values()], create_graph=True
-        )
+        of_first = torch.func.grad(lambda weights: loss(weights, ids[0]))
+        _, forward = torch.func.jvp(of_first, (weights,), (vectors,))
+        first = loss(weights, ids[0])
+        gradients = torch.autograd.grad(first, [*weights.values()], create_graph=True)
         products = torch.autograd.grad(gradients, [*weights.values()], [*vectors.values()])
     assert_close([*products], [*forward.values()], rtol=1e-4, atol=1e-4)
 
@@ -142,7 +143,7 @@ def gated_tanh(x: Tensor) -> Tensor:
     return gate.tanh() * x
 
 
-def mean_abs_norm(x, weight, bias, eps) -> Tensor:
+def mean_abs_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return x / (x.abs().mean(-1, keepdim=True) + eps) * weight + bias
 
 
@@ -153,7 +154,7 @@ def mean_abs_norm(x, weight, bias, eps) -> Tensor:
         ("norm", NORMS, mean_abs_norm, NORM_PARAMS, ("weight", "bias")),
     ],
 )
-def test_a_function_and_its_size_add_an_activation_or_a_norm_to_the_model_and_to_cached_sampling(
+def test_a_function_and_its_size_add_an_activation_or_a_norm_to_model_and_sampling(
     setting: str,
     functions: Any,
     function: Any,
@@ -165,7 +166,8 @@ def test_a_function_and_its_size_add_an_activation_or_a_norm_to_the_model_and_to
         GPTConfig(**{setting: "new"})
     monkeypatch.setitem(functions, "new", function)
     monkeypatch.setitem(sizes, "new", size)
-    model, prompt = make_model(**{setting: "new"}), [3, 1]
+    model = make_model(**{setting: "new"})
+    prompt = [3, 1]
     assert model.config.num_params() == model.num_params()
     (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
     full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
