@@ -190,7 +190,7 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     assert_close(model.ngrams(again)[0, 3], embedded[0, 5])
 
 
-def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_the_norm_of_the_input():
+def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_the_norm():
     model = make_model(smear=2, embed_norm=True, position="none")
     tokens = torch.randint(23, (1, 16))
     x = model.wte(tokens)

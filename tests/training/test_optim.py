@@ -14,9 +14,8 @@ from minigpt.training.schedules import constant, cosine, linear
 
 
 def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weights():
-    ours = make_model(
-        smear=2
-    ).double()  # the gradient of key biases is rounding error, and Adam would enlarge it
+    # The gradient of key biases is rounding error, and Adam would enlarge it.
+    ours = make_model(smear=2).double()
     ours.blocks[0].requires_grad_(False)
     theirs = copy.deepcopy(ours)
     groups = {0.3: [], 0.0: []}
@@ -36,10 +35,8 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weig
 
 
 def test_adamw_takes_a_decay_rate_of_0():
-    assert adamw(make_model(), lr=0.01, betas=[0, 0.99], weight_decay=0.0).defaults["betas"] == (
-        0.0,
-        0.99,
-    )
+    optimizer = adamw(make_model(), lr=0.01, betas=[0, 0.99], weight_decay=0.0)
+    assert optimizer.defaults["betas"] == (0.0, 0.99)
 
 
 @pytest.mark.parametrize(
