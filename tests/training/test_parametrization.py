@@ -21,24 +21,26 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("more_heads", [True, False], ids=["more heads", "wider heads"])
-def test_updates_of_activations_grow_with_the_width_but_under_mup(more_heads: bool):
-    for optimizer in OPTIMIZERS:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_of_activations_grow_with_the_width_but_under_mup(optimizer: str):
+    for more_heads in (True, False):
         for name, slope in slopes(optimizer, more_heads, parametrization="mup").items():
-            assert abs(slope) < 0.25, f"{optimizer}, {name}: width^{slope:.2f}"
-    for name, slope in slopes("adamw", more_heads).items():
-        assert slope > (0.5 if name == "lm_head" else 1), f"{name}: width^{slope:.2f}"
+            assert abs(slope) < 0.25, f"{name}: width^{slope:.2f}"
+    standard = slopes(optimizer, more_heads=False)
+    assert standard["lm_head"] > 0.5
     # Muon's updates of its matrices do not depend on the width.
-    assert slopes("muon", more_heads)["lm_head"] > 0.5
+    if optimizer == "adamw":
+        assert min(standard["blocks.0.attention"], standard["blocks.0.mlp"]) > 1
 
 
 def slopes(optimizer: str, more_heads: bool, **settings: Any) -> dict[str, float]:
-    """Return the exponent of the width with which activations change in five steps, by layer."""
+    """Return the exponent of the width with which activations change in four steps, by layer."""
     changes = []
     for width in (64, 256):
-        model = build(n_embd=width, n_head=width // 16 if more_heads else 4, **settings)
+        n_head = width // 16 if more_heads else 4
+        model = build(n_layer=1, n_embd=width, n_head=n_head, **settings)
         before = activations(model)
-        train_on(model, optimizer, steps=5)
+        train_on(model, optimizer, steps=4)
         after = activations(model)
         changes.append({name: (after[name] - x).abs().mean() for name, x in before.items()})
     return {name: math.log(changes[1][name] / change, 4) for name, change in changes[0].items()}
