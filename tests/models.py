@@ -1,4 +1,4 @@
-"""Small GPTs with random weights, run folders that hold them, and calls of one model in two threads."""
+"""Small GPTs with random weights, run folders that hold them, and overlapping calls of one."""
 
 import threading
 from collections.abc import Callable
@@ -31,32 +31,36 @@ def make_model(*, std: float | None = 0.2, seed: int = 0, **settings: Any) -> GP
 
 
 def draw_weights(model: nn.Module, std: float = 0.2) -> None:
-    """Make every parameter random and nonzero: matrices and biases around 0, weights of norms (GPT-2: ln) around 1."""
+    """Make every parameter random and nonzero, weights of norms (GPT-2: ln) around 1, others 0."""
     for name, parameter in model.named_parameters():
         mean = 1.0 if ("norm" in name or ".ln_" in name) and not name.endswith("bias") else 0.0
         nn.init.normal_(parameter, mean=mean, std=std)
 
 
 def overlap(model: nn.Module, *calls: Callable[[], Any]) -> list[Any]:
-    """Return the results of two calls of a model; the second begins while the first computes, and ends after it."""
-    first, begun, both, one = list[int](), threading.Event(), threading.Event(), threading.Event()
+    """Return the results of two calls of a model.
+
+    The second begins while the first computes, and ends after it.
+    """
+    first = list[int]()
+    first_began, second_began, first_ended = (threading.Event() for _ in range(3))
 
     def meet(module: nn.Module, args: Any) -> None:
         if not first or threading.get_ident() in first:
             first.append(threading.get_ident())
-            begun.set()
-            both.wait(60)
+            first_began.set()
+            second_began.wait(60)
         else:
-            both.set()
-            one.wait(60)
+            second_began.set()
+            first_ended.wait(60)
 
     hook = model.get_submodule("blocks.0").register_forward_pre_hook(meet)
     with ThreadPoolExecutor(2) as pool:
         results = [pool.submit(calls[0])]
-        begun.wait(60)
+        first_began.wait(60)
         results.append(pool.submit(calls[1]))
         results[0].exception()
-        one.set()
+        first_ended.set()
         found = [result.result() for result in results]
     hook.remove()
     return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import permutations
 from threading import Event, get_ident
 from typing import Any
@@ -68,9 +69,9 @@ def test_a_model_trains_compiled_while_a_thread_samples_from_another():
     backend = Backend()
     inside = Event()
     trained = Event()
-    options: Any = {"backend": backend, "fullgraph": True}
-    model = torch.compile(make(position="rope", n_layer=1), **options)
-    sampled = torch.compile(make(position="rope", n_layer=1), **options)
+    build = partial(torch.compile, backend=backend, fullgraph=True)
+    model = build(make(position="rope", n_layer=1))
+    sampled = build(make(position="rope", n_layer=1))
     tokens = torch.randint(23, (2, BLOCK))
 
     def wait(module: nn.Module, args: Any) -> None:

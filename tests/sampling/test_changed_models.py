@@ -1,4 +1,4 @@
-"""A model that its user changed is decoded as `model(tokens)` computes it, or refused in one line."""
+"""A model that its user changed is decoded as `model(tokens)` computes it, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -180,9 +180,8 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
 
 def test_the_server_generates_from_a_changed_model():
     model = CHANGES["LoRA"](rope())
-    requests = []
-    for i, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
-        requests.append(SampleRequest(prompt, 5 + i, seed=i))
+    prompts = [*PROMPTS, PROMPTS[0]]
+    requests = [SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate(prompts)]
     found = serve_engine(model, lambda engine: collect(engine.generate(*requests)), max_running=2)
     for i, request in enumerate(requests):
         own = [token.id for token in found if token.sample == i]

@@ -47,31 +47,28 @@ def test_samples_of_a_batch_have_the_logits_of_gpt_forward(settings: dict[str, A
     assert all(torch.equal(*pair) for pair in tensors)
 
 
-def test_several_samples_share_one_prefill_of_their_prompt(monkeypatch: pytest.MonkeyPatch):
-    model = make(position="rope", ngram=3, smear=2)
+def test_several_samples_share_one_prefill_in_the_memory_of_their_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = make(position="rope", ngram=3, smear=2, block_size=4096)
     read = list[int]()
+    slots = list[int]()
     append = KVCache.append
+    init = KVCache.__init__
 
-    def measure(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def appended(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         read.append(k[..., 0, 0].numel())
         return append(cache, k, v)
 
-    monkeypatch.setattr(KVCache, "append", measure)
-    FastDecoder(model, [tokens(5), tokens(2)], 3, 20)
-    assert 0 < sum(read) <= (5 + 2) * model.config.n_layer
-
-
-def test_a_prompt_takes_the_memory_of_its_length(monkeypatch: pytest.MonkeyPatch):
-    lengths = list[int]()
-    init = KVCache.__init__
-
-    def measure(cache: KVCache, shape: tuple[int, int, int, int], **options: Any) -> None:
-        lengths.append(shape[2])
+    def allocated(cache: KVCache, shape: tuple[int, int, int, int], **options: Any) -> None:
+        slots.append(shape[2])
         init(cache, shape, **options)
 
-    monkeypatch.setattr(KVCache, "__init__", measure)
-    FastDecoder(make(position="rope", block_size=4096), [tokens(5)], 2, 3)
-    assert max(lengths) == 4
+    monkeypatch.setattr(KVCache, "append", appended)
+    monkeypatch.setattr(KVCache, "__init__", allocated)
+    FastDecoder(model, [tokens(5), tokens(2)], 3, 20)
+    assert 0 < sum(read) <= (5 + 2) * model.config.n_layer
+    assert max(slots) == 4
 
 
 @pytest.mark.parametrize(
@@ -123,9 +120,8 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[
     exact = model(torch.tensor([text]))[0, 2:]
     model = model.bfloat16()
     logits = decode(model, [text], [3])[0]
-    whole = model(torch.tensor([text]))[0, 2:]
-    assert logits.dtype == whole.dtype == torch.bfloat16
-    assert_as_exact(logits, whole, exact, more=1e-3)
+    assert logits.dtype == torch.bfloat16
+    assert_as_exact(logits, model(torch.tensor([text]))[0, 2:], exact, more=1e-3)
     longer = [text[:3] + tokens(18), text + tokens(18)]
     assert decode(model, longer, [3, 16]).isfinite().all()
 
@@ -145,9 +141,7 @@ def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(
         assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
         assert bool(sliced) == (is_amd and B < 4)
         with torch.autocast("cpu", torch.bfloat16):
-            reduced = decode(model, text.tolist(), [3] * B)
-            whole = model(text)[:, 2:]
-        assert_as_exact(reduced, whole, logits)
+            assert_as_exact(decode(model, text.tolist(), [3] * B), model(text)[:, 2:], logits)
         sliced.clear()
 
 
@@ -157,9 +151,7 @@ def test_under_autocast_samples_are_as_exact_as_gpt_forward(kind: type[FastDecod
     text = torch.randint(23, (3, 12))
     logits = model(text)[:, 2:]
     with torch.autocast("cpu", torch.bfloat16):
-        reduced = decode(model, text.tolist(), [3] * 3, kind)
-        whole = model(text)[:, 2:]
-    assert_as_exact(reduced, whole, logits)
+        assert_as_exact(decode(model, text.tolist(), [3] * 3, kind), model(text)[:, 2:], logits)
 
 
 @pytest.fixture(autouse=True)
@@ -179,10 +171,9 @@ def decode(
     token that follows.
     """
     pairs = list(zip(texts, lengths, strict=True))
-    steps = torch.tensor([text[n:] for text, n in pairs]).long().T  # (steps, B)
-    decoder = kind(model, [text[:n] for text, n in pairs], 1, len(steps) + 1)
-    last = torch.tensor([text[n - 1] for text, n in pairs])
-    return torch.stack([decoder.step(step).clone() for step in (last, *steps)], dim=1)
+    steps = torch.tensor([text[n - 1 :] for text, n in pairs]).T  # (1 + following, B)
+    decoder = kind(model, [text[:n] for text, n in pairs], 1, len(steps))
+    return torch.stack([decoder.step(step).clone() for step in steps], dim=1)
 
 
 def assert_as_exact(reduced: Tensor, whole: Tensor, exact: Tensor, more: float = 0.0) -> None:

@@ -132,6 +132,11 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
         assert (drawn == 4).tolist() == [True] * 6 + [False] * 2
 
 
+def test_top_p_keeps_no_token_after_those_that_reach_it_exactly():
+    kept = filter_logits(torch.zeros(1, 4), SamplingSettings(top_p=0.5)).isfinite()
+    assert kept.sum() == 2
+
+
 def test_temperature_zero_takes_the_first_of_tied_tokens():
     tied = torch.full((1, 50), -1.0)
     tied[0, 7::2] = 3.0
