@@ -137,7 +137,8 @@ def test_steps_that_fewer_threads_do_not_make_faster_keep_their_threads(machine)
     changes, lines = run(computer, balancer, 50)
     assert [threads for _, threads in changes] == [5, 4, 3, 8]
     assert lines == []
-    computer.serial, computer.busy = 0, 4
+    computer.serial = 0.0
+    computer.busy = 4
     run(computer, balancer, 60)
     assert torch.get_num_threads() == 4
 
