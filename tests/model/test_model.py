@@ -188,6 +188,9 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
         other[0, changed] = (other[0, changed] + 1) % 23
         differs = (model.ngrams(other) != embedded).any(-1)[0]
         assert differs.tolist() == [changed <= t <= changed + 2 for t in range(2, 18)]
+    embedded.sum().backward()
+    used = model.ngrams.table.weight.grad.any(-1).unflatten(0, (2, -1))
+    assert used.any(-1).all()  # bigrams and trigrams have rows of their own
     again = tokens[:, 5:8].repeat(1, 3)  # the same three tokens, the same embedding
     assert_close(model.ngrams(again)[0, 3], embedded[0, 5])
 
