@@ -123,7 +123,7 @@ def test_samples_are_drawn_with_their_settings(trained, finished):
         assert samples == {10: drawn(folder / PREVIOUS, **settings), 20: last}
         for name, value in less.items():
             assert drawn(folder / LAST, **{**settings, name: value}) != last, name
-    final = drawn(finished.folder / BEST, **{**default, "max_new_tokens": 400})
+    final = drawn(finished.folder / BEST, **{**default, "max_new_tokens": 20})
     assert finished.stdout.startswith(f"{final}\n")
 
 
