@@ -95,6 +95,8 @@ def fit(
         return done.get("best_val_loss")
     # What its checkpoints and its summary hold beside the training
     provenance = run_provenance(run, pretrained, checkpoint, step, before)
+    sizes = (config.block_size, run.data.eval_batch_size, run.eval_batches)
+    windows, all_windows = corpus.validated_windows(*sizes)
     described: run_dir.Summary = {
         **provenance,
         "seed": run.seed,
@@ -102,9 +104,8 @@ def fit(
         "tokenizer": corpus.tokenizer.to_dict()["name"],
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
-        "validated": corpus.validated_part(
-            config.block_size, run.data.eval_batch_size, run.eval_batches
-        ),
+        "validated": corpus.validated_part(*sizes),
+        "validated_share": windows / all_windows,
     }
     if run.minutes is not None:
         described |= from_extras("expectation")(folder)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_config import LITERAL_TEXTS, escape_references
@@ -76,6 +77,11 @@ def complete_overrides(
         complete.append("tokenizer=prepared")
     # Flags and their values first: Hydra takes overrides in one place only.
     return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
+
+
+def is_planned(settings: Any) -> bool:
+    """Return whether settings, those of a DictConfig or by key, are to be completed by a plan."""
+    return settings.get("minutes") is not None
 
 
 def _finetuning(given: Mapping[str, str], complete: Sequence[str]) -> list[str]:

@@ -6,38 +6,38 @@ from math import prod
 
 import numpy as np
 
-from minigpt.runs.overrides import quote_path
+from minigpt.runs.overrides import is_planned, quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers, points_of
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
+from minigpt.sweeps.table import Row, Table, count_text, numbers, points_of
+from minigpt.utils.extras import from_extras
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
 
 
-def answer(rows: Sequence[Row]) -> list[str]:
-    """Return what the rows of `ranked` show, the most important first."""
-    complete, comparison = compare_rows(rows)
-    diverged = sum(not row.provisional for row in rows) - len(complete)
-    notes = [sentence for holds, sentence in _notes(points_of(rows), diverged) if holds]
-    if not complete:
+def answer(table: Table) -> list[str]:
+    """Return what a table shows, the most important first."""
+    notes = [sentence for holds, sentence in _notes(table) if holds]
+    rows = table.compared
+    if not rows:
         return ["No run has completed with a loss, so nothing can be compared.", *notes]
-    if reason := incomparable(rows):
-        return [reason, *notes]
-    best = complete[0]
-    unfinished = any(row.provisional and row.losses for row in rows)
+    if table.incomparable:
+        return [table.incomparable, *notes]
+    best = rows[0]
+    unfinished = any(row.provisional and row.losses for row in table.rows)
     of = "Of the rows whose runs all completed, the" if unfinished else "The"
     lowest = (
-        f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} "
+        f"{of} lowest mean loss is {best.loss:.4f} {table.unit}: {best.label()} "
         f"({best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'})."
     )
-    if comparison is None or len(complete) == 1:
-        reason, *advice = _unknown_noise(complete)
+    if table.comparison is None or len(rows) == 1:
+        reason, *advice = _unknown_noise(table)
         return [f"{lowest} {reason}", *advice, *notes]
     return [
-        f"{lowest} {_others(complete)}",
-        *_settings(complete, comparison, rows),
-        *(sentence for holds, sentence in _noise(complete) if holds),
+        f"{lowest} {_others(rows)}",
+        *_settings(table, table.comparison),
+        *(sentence for holds, sentence in _noise(table) if holds),
         *notes,
     ]
 
@@ -49,8 +49,8 @@ def _others(rows: Sequence[Row]) -> str:
     if not tied:
         return "All other rows are worse." if n > 1 else "The other row is worse."
     # A tied row that costs less.
-    cost, label = min((row.mean_of("flops") or np.inf, row.label()) for row in tied)
-    most = rows[0].mean_of("flops") or 0.0
+    cost, label = min((row.costs["flops"] or np.inf, row.label()) for row in tied)
+    most = rows[0].costs["flops"] or 0.0
     cheaper = (
         f"; {label} is one with {100 * cost / most:.0f} % of the FLOPs" if cost < 0.9 * most else ""
     )
@@ -64,18 +64,18 @@ def _others(rows: Sequence[Row]) -> str:
     )
 
 
-def _settings(complete: Sequence[Row], comparison: Comparison, rows: Sequence[Row]) -> list[str]:
+def _settings(table: Table, comparison: Comparison) -> list[str]:
     # The values of each setting; effects are estimated if all their combinations are compared.
     levels = {}
-    for name in complete[0].short_names:
-        values = _values(complete, name)
-        if len(numbers(complete, name)) == len(values):
+    for name in table.short_names:
+        values = _values(table.compared, name)
+        if len(numbers(table.compared, name)) == len(values):
             values.sort(key=float)
         if len(values) > 1:
             levels[name] = values
-    if len(complete) != prod(map(len, levels.values())):
+    if len(table.compared) != prod(map(len, levels.values())):
         return ["The grid is incomplete, so the effects of single settings are not estimated."]
-    effects = [_effect(name, levels, complete, comparison, rows) for name in levels]
+    effects = [_effect(name, levels, table, comparison) for name in levels]
     return [text for _, text in sorted(effects, reverse=True)]
 
 
@@ -84,16 +84,13 @@ def _values(rows: Sequence[Row], name: str) -> list[str]:
 
 
 def _effect(
-    name: str,
-    levels: Mapping[str, Sequence[str]],
-    complete: Sequence[Row],
-    comparison: Comparison,
-    rows: Sequence[Row],
+    name: str, levels: Mapping[str, Sequence[str]], table: Table, comparison: Comparison
 ) -> tuple[float, str]:
-    short = complete[0].short_names[name]
+    short = table.short_names[name]
+    rows = table.compared
     values = levels[name]
     # Compare the mean losses of the values, each over the rows that have it, with the lowest.
-    value_of_row = [values.index(row.value(name)) for row in complete]
+    value_of_row = [values.index(row.value(name)) for row in rows]
     member = np.equal.outer(np.arange(len(values)), value_of_row)  # (V, R)
     weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
@@ -104,7 +101,7 @@ def _effect(
     # Where there are other settings, the effect is an average over theirs, with exceptions.
     on_average = " on average" if len(levels) > 1 else ""
     usual = values[best] if worse else None
-    places = _exceptions(name, usual, complete, comparison) if len(levels) > 1 else ""
+    places = _exceptions(name, usual, rows, comparison) if len(levels) > 1 else ""
     # Describe the nearest value that is worse, or the exceptions alone, or the lack of an effect.
     if worse:
         near = worse[0]
@@ -112,9 +109,9 @@ def _effect(
             f"{short} matters: {values[best]} is better than {values[near]} "
             f"by {worse_by[near]:.4f} ± {margin[near]:.4f}{on_average}"
         )
-        if len(worse) == len(values) - 1 and len(numbers(complete, name)) == len(values):
+        if len(worse) == len(values) - 1 and len(numbers(rows, name)) == len(values):
             # What was tried includes runs that are not compared.
-            text += _edge(float(values[best]), numbers(rows, name))
+            text += _edge(float(values[best]), numbers(table.rows, name))
         if places:
             text += f"; but {places}"
     elif places:
@@ -160,11 +157,12 @@ def _exceptions(name: str, best: str | None, rows: Sequence[Row], comparison: Co
     return _listed(texts)
 
 
-def _noise(rows: Sequence[Row]) -> list[tuple[object, str]]:
+def _noise(table: Table) -> list[tuple[object, str]]:
     # Sentences, each with whether it holds.
+    rows = table.compared
     least = min((row.margin for row in rows[1:] if row.margin), default=0.0)
     # The row that would be the best if all continued to fall as in the last third of training.
-    ends = [_later_loss(row) for row in rows]
+    ends = [_later_loss(row, table.unit) for row in rows]
     row = rows[int(np.argmin(ends))]
     return [
         (least > 0, f"Differences from the best row below {least:.4f} are within the noise."),
@@ -182,20 +180,21 @@ def _noise(rows: Sequence[Row]) -> list[tuple[object, str]]:
     ]
 
 
-def _later_loss(row: Row) -> float:
+def _later_loss(row: Row, unit: str) -> float:
     # The best loss after another third of the training, if it fell on as in the last; or inf.
     losses = []
     for point in row.points:
         if len(point.curve) > 2:
             tokens, curve = np.array(point.curve).T
             fall = np.interp(tokens[-1] * 2 / 3, tokens, curve) - curve[-1]
-            scale = (point.loss(row.unit) or 0.0) / (point.loss(NATS) or np.inf)
+            scale = (point.loss(unit) or 0.0) / (point.loss(NATS) or np.inf)
             losses.append(scale * min(curve.min(), curve[-1] - fall))
     return float(np.mean(losses)) if losses else np.inf
 
 
-def _notes(points: Sequence[Point], diverged: int) -> list[tuple[object, str]]:
+def _notes(table: Table) -> list[tuple[object, str]]:
     # Sentences, each with whether it holds.
+    points = table.points
     n = len(points)
     # Runs that have not completed.
     counts = Counter(point.status for point in points if point.pending)
@@ -204,12 +203,9 @@ def _notes(points: Sequence[Point], diverged: int) -> list[tuple[object, str]]:
     completed = [point for point in points if point.status == COMPLETED]
     stopped = sum(point.reason != "" for point in completed)
     missing = sum(point.loss(NATS) is None for point in completed)
-    steps = sorted(
-        point.totals["steps"]
-        for point in completed
-        if point.settings.get("minutes") and "steps" in point.totals
-    )
-    planned = dict.fromkeys(f"{step:,.0f}" for step in steps[:1] + steps[-1:])
+    planned = [point for point in completed if is_planned(point.settings)]
+    planned_steps = from_extras("steps_note")(planned) if planned else ""
+    diverged = table.n_diverged
     return [
         (paused, f"{paused} of {n} runs are paused; their rows are not compared."),
         (
@@ -224,16 +220,14 @@ def _notes(points: Sequence[Point], diverged: int) -> list[tuple[object, str]]:
             missing,
             f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss.",
         ),
-        (
-            planned,
-            f"minutes= planned {' to '.join(planned)} steps: rows are compared at equal time.",
-        ),
+        (planned_steps, planned_steps),
         (diverged, f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared."),
     ]
 
 
-def _unknown_noise(rows: Sequence[Row]) -> list[str]:
+def _unknown_noise(table: Table) -> list[str]:
     # Why noise and effects cannot be told apart, and the command that adds two seeds.
+    rows = table.compared
     if len(rows) == 1:
         return ["There is no other row to compare it with."]
     if any(len(row.losses) > 1 for row in rows):
@@ -242,7 +236,7 @@ def _unknown_noise(rows: Sequence[Row]) -> list[str]:
         ]
     # Repeat the best rows, as long as the product of their values has at most 4 combinations.
     for n in (3, 2, 1):
-        values = {name: _values(rows[:n], name) for name in rows[0].short_names}
+        values = {name: _values(rows[:n], name) for name in table.short_names}
         runs = LEAST_SEEDS * prod(map(len, values.values()))
         if runs <= 4 * LEAST_SEEDS:
             break
@@ -251,13 +245,15 @@ def _unknown_noise(rows: Sequence[Row]) -> list[str]:
         runs -= all(row.value(name) in each for name, each in values.items())
     return [
         "Every row has one seed, so noise and effects cannot be told apart.",
-        *_extension(rows, values, runs),
+        *_extension(points_of(rows), values, runs),
     ]
 
 
-def _extension(rows: Sequence[Row], values: Mapping[str, Sequence[str]], runs: int) -> list[str]:
-    # The command that adds points to the grid of the rows; none for other runs.
-    first = rows[0].points[0]
+def _extension(
+    points: Sequence[Point], values: Mapping[str, Sequence[str]], runs: int
+) -> list[str]:
+    # The command that adds points to their grid; none for other runs.
+    first = points[0]
     settings = {
         name: ",".join(values.get(name.lstrip("+"), [value]))
         for name, value in first.overrides.items()
@@ -266,7 +262,7 @@ def _extension(rows: Sequence[Row], values: Mapping[str, Sequence[str]], runs: i
     settings["seed"] = ",".join(str(start + i) for i in range(LEAST_SEEDS))
     # Only of dicts, and of settings that act again, the order has an effect.
     ordered = any("#" in name or "{" in value for name, value in settings.items())
-    folder, *others = {point.folder.parent for point in points_of(rows)}
+    folder, *others = {point.folder.parent for point in points}
     if ordered or others or settings.get("+sweep") == "search" or not (folder / PLAN).exists():
         return []
     line = command(

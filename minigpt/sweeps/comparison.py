@@ -6,7 +6,7 @@ rows and those of the values of settings are two families, each with `FAMILY_ERR
 equal in all rows. It is widened where the seeds of its own rows differ more than those of all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -67,6 +67,17 @@ class Comparison:
         """Return the differences of all rows from one, and half of their intervals, (R,) each."""
         contrasts = np.eye(len(self.means)) - np.eye(len(self.means))[row]
         return contrasts @ self.means, self.margin(contrasts, len(self.means))
+
+    def of_rows(self, order: npt.NDArray[np.int64]) -> "Comparison":
+        """Return the comparison with its rows in another order, (R,)."""
+        return replace(
+            self,
+            means=self.means[order],
+            interval=self.interval[order],
+            covariance=self.covariance[np.ix_(order, order)],
+            own_variances=self.own_variances[order],
+            own_freedoms=self.own_freedoms[order],
+        )
 
 
 @lru_cache

@@ -15,8 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from minigpt.runs.overrides import is_planned
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point
 from minigpt.utils.errors import require
+from minigpt.utils.extras import from_extras
 
 RUNGS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2))  # of max_steps
 KEPT = Fraction(2, 5)  # of the points that have reached a rung
@@ -31,8 +33,10 @@ def rung_steps(cfg: DictConfig) -> list[int]:
         UserError: a setting is incompatible with pruning.
     """
     pruned = "with hydra.sweeper.prune=true"
-    for key, expected in (("pause_at", "null"), ("resume", "null or auto"), ("minutes", "null")):
+    for key, expected in (("pause_at", "null"), ("resume", "null or auto")):
         require(key, cfg[key], lambda value: value is None, f"{expected} {pruned}")
+    if is_planned(cfg):
+        from_extras("refuse_pruning")(cfg)
     require(
         "eval_every",
         cfg.eval_every,

@@ -20,19 +20,18 @@ from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
-from minigpt.sweeps.ranking import Row, numbers, points_of, ranked
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
+from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, Point, read_sweep
+from minigpt.sweeps.table import COSTS, Row, Table, loss_text, numbers
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
 TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
-_COSTS = ("params", "flops", "tokens_per_second", "seconds")
+PlainTable = tuple[list[str], list[list[object]]]  # a header and rows
 
 
-def report(
-    folders: Sequence[Path], *, out: Path | None = None, along: str | None = None
-) -> list[str]:
+def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> Table:
     """Print the answer and the table of one or several sweeps, and write their files.
 
     Args:
@@ -41,49 +40,57 @@ def report(
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if
             that is unique.
 
-    Returns:
-        The sentences of the answer.
-
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs
             differ.
     """
-    # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    points = chain.from_iterable(map(read_sweep, folders))
-    rows = ranked(list({point.folder: point for point in points}.values()))
-    along = along if along is None else _full_name(rows, along)
+    found = chain.from_iterable(map(read_sweep, folders))
+    points = list({point.folder: point for point in found}.values())  # folders may overlap
     # The report of one sweep is written to its folder, under its name.
     only = folders[0].resolve() if len(folders) == 1 else None
-    out = out or only
     kind = "runs" if all((folder / ".hydra").is_dir() for folder in folders) else "sweeps"
     title = only.name if only else f"{len(folders)} {kind}"
+    table = report_points(points, title, out or only, along)
+    if not out and not only:
+        print("set --out FOLDER to write the table and the plot of several folders")
+    return table
+
+
+def report_points(
+    points: Sequence[Point], title: str, out: Path | None, along: str | None = None
+) -> Table:
+    """Print the answer and the table of points, as `report`, and write their files to a folder."""
+    table = ranked(points)
+    setting = None if along is None else _full_name(table, along)
+    sentences = _sentences(table)
     # Write the files, then print; a full disk does not hide the answer.
-    sentences = [sanitize_line(sentence) for sentence in answer(rows)]
     try:
         if out:
-            _write_files(out, rows, sentences, title, along)
+            _write_files(out, table, sentences, title, setting)
     finally:
         print("\n".join([*sentences, ""]))
-        print_table(rows)
-    if out is None:
-        print("set --out FOLDER to write the table and the plot of several folders")
-    else:
+        print_table(table)
+    if out:
         for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
             print(f"{name:<8} {_display(out / file)}")
-    return sentences
+    return table
+
+
+def _sentences(table: Table) -> list[str]:
+    return [sanitize_line(sentence) for sentence in answer(table)]
 
 
 def _write_files(
-    out: Path, rows: Sequence[Row], sentences: Sequence[str], title: str, along: str | None
+    out: Path, table: Table, sentences: Sequence[str], title: str, along: str | None
 ) -> None:
     from minigpt.sweeps.sweep_plots import sweep_figure
 
     out.mkdir(parents=True, exist_ok=True)
-    write_table(out / TABLE, rows)
-    write_runs(out / RUNS, rows)
-    _write_text(out / TEXT, title, sentences, rows)
-    figure = sweep_figure(rows, title=title, along=along)
+    _write_csv(out / TABLE, *table_of_rows(table))
+    _write_csv(out / RUNS, *table_of_runs(table))
+    _write_text(out / TEXT, title, sentences, table)
+    figure = sweep_figure(table, title=title, along=along)
     with (
         atomic_write(out / PLOT) as partial,
         warnings.catch_warnings(action="ignore", category=UserWarning),
@@ -91,39 +98,43 @@ def _write_files(
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def print_table(table: Table) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
     A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit;
     the files have all.
     """
-    best = rows[0] if rows[0].rank else None
-    folders = [point.folder.parent for point in points_of(rows)]
+    folders = [point.folder.parent for point in table.points]
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
-    _print_fitting_columns(rows, best)
+    _print_fitting_columns(table)
     print()
-    for row in rows:
+    for row in table.rows:
         if row.reason:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
-    if any(row.provisional and row.losses for row in rows):
+    if any(row.provisional and row.losses for row in table.rows):
         print(
             "* provisional, because not all runs completed; "
             "ranked after the rows whose runs all completed"
         )
-    if best and best.unit == BITS:
+    best = table.best
+    if best is None:
+        return
+    unit = ""
+    if table.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
-    if best:
-        unit = " bits/byte" if best.unit == BITS else ""
-        run = next(point for point in best.points if point.loss(best.unit) == min(best.losses))
-        print(f"best     {_format_loss(best, best.unit)}{unit}: {sanitize_line(best.label())}")
-        print(f"run      {_display(run.folder)}")
+        unit = " bits/byte"
+    run = next(point for point in best.points if point.loss(table.unit) == min(best.losses))
+    loss = _format_loss(best, table.unit, table.unit)
+    print(f"best     {loss}{unit}: {sanitize_line(best.label())}")
+    print(f"run      {_display(run.folder)}")
 
 
-def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
-    from rich import box, console, table
+def _print_fitting_columns(table: Table) -> None:
+    from rich import box, console
+    from rich.table import Table as Grid
 
     # A file or a pipe is as wide as any row.
-    header, cells = _table(rows)
+    header, cells = _cells(table)
     page = console.Console(
         width=None if sys.stdout.isatty() else 100_000,
         markup=False,
@@ -131,13 +142,11 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
         emoji=False,
     )
     # What a reader misses least is left out first; a status that all rows have, before that.
-    completed = all(row.status == COMPLETED for row in rows)
+    completed = all(row.status == COMPLETED for row in table.rows)
     shown = dict.fromkeys(header)
     for unneeded in ("", "status" if completed else "", "params", "bits/byte"):
         shown.pop(unneeded, None)
-        grid = table.Table(
-            box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)
-        )
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
         for name in shown:
             grid.add_column(
                 name,
@@ -145,8 +154,8 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
                 overflow="fold",
                 min_width=min(len(name), 16),
             )
-        for row, line in zip(rows, cells, strict=True):
-            style = "bold" if row is best else None
+        for row, line in zip(table.rows, cells, strict=True):
+            style = "bold" if row is table.best else None
             grid.add_row(
                 *(cell for name, cell in zip(header, line, strict=True) if name in shown),
                 style=style if row.losses else "dim",
@@ -156,12 +165,13 @@ def _print_fitting_columns(rows: Sequence[Row], best: Row | None) -> None:
     page.print(grid)
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    compared = any(row.margin for row in rows)
+def _cells(table: Table) -> tuple[list[str], list[list[str]]]:
+    # The header and the rows as texts for a reader.
+    compared = any(row.margin for row in table.rows)
     differences = ["from the best"] if compared else []
     header = [
         "#",
-        *rows[0].short_names.values(),
+        *table.short_names.values(),
         "val loss",
         *differences,
         "bits/byte",
@@ -169,14 +179,14 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         "status",
     ]
     cells = []
-    for row in rows:
-        params = row.mean_of("params")
+    for row in table.rows:
+        params = row.costs["params"]
         line = [
             f"{row.rank}*" if row.rank and row.provisional else row.rank,
-            *map(row.value, row.short_names),
-            _format_loss(row, NATS),
+            *map(row.value, table.short_names),
+            _format_loss(row, NATS, table.unit),
             *([_format_difference(row)] if compared else []),
-            _format_loss(row, BITS),
+            _format_loss(row, BITS, table.unit),
             "–" if params is None else f"{params:,.0f}",
             row.status,
         ]
@@ -184,9 +194,9 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [sanitize_line(name) for name in header], cells
 
 
-def _write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
-    header, cells = _table(rows)
-    table = [
+def _write_text(file: Path, title: str, sentences: Sequence[str], table: Table) -> None:
+    header, cells = _cells(table)
+    lines = [
         f"| {' | '.join(map(_escape, line))} |" for line in (header, ["---"] * len(header), *cells)
     ]
     text = [
@@ -196,7 +206,7 @@ def _write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence
         "",
         f"![the runs of the sweep]({PLOT})",
         "",
-        *table,
+        *lines,
         "",
     ]
     with atomic_write(file) as partial:
@@ -208,11 +218,11 @@ def _escape(text: str) -> str:
     return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", text)
 
 
-def write_table(file: Path, rows: Sequence[Row]) -> None:
-    """Write `sweep.csv`: the ranked rows, with intervals and differences in the ranking's unit."""
+def table_of_rows(table: Table) -> PlainTable:
+    """Return what `sweep.csv` holds: the rows, with intervals and differences in their unit."""
     header = [
         "rank",
-        *rows[0].short_names,
+        *table.short_names,
         "val_loss",
         "val_bits_per_byte",
         "interval",
@@ -220,63 +230,56 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
         "difference_interval",
         "tied",
         "seeds",
-        *_COSTS,
+        *COSTS,
         "status",
         "reason",
     ]
-    _write_csv(
-        file,
-        header,
+    lines = [
         [
-            [
-                row.rank,
-                *map(row.overrides.get, row.short_names),
-                row.in_unit(NATS).loss,
-                row.in_unit(BITS).loss,
-                row.interval,
-                row.difference,
-                row.margin,
-                "" if row.margin is None else row.tied,
-                row.n_seeds,
-                *map(row.mean_of, _COSTS),
-                row.status,
-                row.reason,
-            ]
-            for row in rows
-        ],
-    )
+            row.rank,
+            *map(row.overrides.get, table.short_names),
+            *row.means.values(),
+            row.interval,
+            row.difference,
+            row.margin,
+            None if row.margin is None else row.tied,
+            row.n_seeds,
+            *row.costs.values(),
+            row.status,
+            row.reason,
+        ]
+        for row in table.rows
+    ]
+    return header, lines
 
 
-def write_runs(file: Path, rows: Sequence[Row]) -> None:
-    """Write `runs.csv`: every run, in the order of the rows."""
-    table: list[list[object]] = []
-    for row in rows:
-        table += [
+def table_of_runs(table: Table) -> PlainTable:
+    """Return what `runs.csv` holds: every run, in the order of the rows."""
+    header = [
+        *table.short_names,
+        "seed",
+        "val_loss",
+        "val_bits_per_byte",
+        "steps",
+        *COSTS,
+        "status",
+        "reason",
+        "folder",
+    ]
+    lines: list[list[object]] = []
+    for row in table.rows:
+        lines += [
             [
-                *map(row.overrides.get, row.short_names),
+                *map(row.overrides.get, table.short_names),
                 point.seed,
-                *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *_COSTS)),
+                *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *COSTS)),
                 point.status,
                 point.reason,
                 point.folder,
             ]
             for point in row.points
         ]
-    _write_csv(
-        file,
-        [
-            *rows[0].short_names,
-            "seed",
-            "val_loss",
-            "val_bits_per_byte",
-            "steps",
-            *_COSTS,
-            "status",
-            "reason",
-            "folder",
-        ],
-        table,
-    )
+    return header, lines
 
 
 def _write_csv(file: Path, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
@@ -288,7 +291,7 @@ def _write_csv(file: Path, header: Sequence[str], lines: Sequence[Sequence[objec
         csv.writer(opened).writerows([header, *lines])
 
 
-def publish(folder: Path, sentences: Sequence[str], wandb_config: DictConfig) -> None:
+def publish(folder: Path, table: Table, wandb_config: DictConfig) -> None:
     """Log the report of a sweep to a run of its own in the sweep's W&B group, by `logger.wandb`."""
     from minigpt.runs.trainer import instantiate_group  # imports Lightning, as the logger
 
@@ -304,28 +307,32 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: DictConfig) ->
 
         logger.log_metrics(
             {
-                "sweep": wandb.Table(*_read_table(folder / TABLE)),
-                "runs": wandb.Table(*_read_table(folder / RUNS)),
+                "sweep": wandb.Table(*_with_numbers(*table_of_rows(table))),
+                "runs": wandb.Table(*_with_numbers(*table_of_runs(table))),
                 "plot": wandb.Image(str(folder / PLOT)),
             }
         )
-        logger.finish({"answer": "\n".join(sentences)})
+        logger.finish({"answer": "\n".join(_sentences(table))})
 
 
-def _read_table(file: Path) -> tuple[list[str | int], list[list[object]]]:
-    # A column of numbers has numbers, and None where a cell is empty.
-    with open(file, newline="", encoding="utf-8") as opened:
-        names, *lines = csv.reader(opened)
-    columns: list[Sequence[object]] = list(zip(*lines, strict=True))
-    for i, column in enumerate(zip(*lines, strict=True)):
+def _with_numbers(header: list[str], lines: Sequence[Sequence[object]]) -> PlainTable:
+    # A column of numbers has numbers, and None where a cell is empty; others have texts.
+    columns: list[Sequence[object]] = []
+    for column in zip(*lines, strict=True):
+        texts = ["" if cell is None else _encodable(str(cell)) for cell in column]
+        columns.append(texts)
         with suppress(ValueError):
-            columns[i] = [float(cell) if cell else None for cell in column]
-    return [*names], [[*line] for line in zip(*columns, strict=True)]
+            columns[-1] = [float(text) if text else None for text in texts]
+    return [*map(_encodable, header)], [[*line] for line in zip(*columns, strict=True)]
 
 
-def _full_name(rows: Sequence[Row], along: str) -> str:
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _full_name(table: Table, along: str) -> str:
     # `--along` names a numeric setting in full or by its last part.
-    numeric = [name for name in rows[0].short_names if len(numbers(rows, name)) > 1]
+    numeric = [name for name in table.short_names if len(numbers(table.rows, name)) > 1]
     for name, short in short_names(numeric).items():
         if along in (name, short):
             return name
@@ -337,10 +344,12 @@ def _full_name(rows: Sequence[Row], along: str) -> str:
     )
 
 
-def _format_loss(row: Row, unit: str) -> str:
-    # In the unit of the ranking, the mean loss has its interval and the number of runs.
-    text = row.in_unit(unit).loss_text
-    if unit != row.unit or not row.losses or len(row.points) == 1:
+def _format_loss(row: Row, unit: str, unit_of_table: str) -> str:
+    # In the unit of the table, the mean loss has its interval and the number of runs.
+    if unit != unit_of_table:
+        return loss_text(row.means[unit], None)
+    text = loss_text(row.loss, row.interval)
+    if not row.losses or len(row.points) == 1:
         return text
     of_all = "" if len(row.losses) == len(row.points) else f" of {len(row.points)}"
     return f"{text} ({len(row.losses)}{of_all} runs)"

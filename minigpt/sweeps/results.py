@@ -58,6 +58,7 @@ class Point:
         diverged: the training loss rose and stayed there: `has_diverged`.
         provenance_checksum: of the text and of the weights that the run started from.
         validated: the text that the losses are of, as in `Corpus.validated_part`.
+        validated_in_part: whether they are of some windows of this text.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
 
@@ -89,6 +90,7 @@ class Point:
     diverged: bool = False
     provenance_checksum: str = ""
     validated: str = ""
+    validated_in_part: bool = False
 
     @cached_property
     def written(self) -> dict[str, str]:
@@ -150,9 +152,7 @@ def read_sweep(folder: Path) -> list[Point]:
         raise UserError(f"{folder} is not a folder; {advice}")
     folder = folder.resolve()
     if (folder / PLAN).exists():
-        fixed, points = read_plan(folder)
-        shared = dict(override.partition("=")[::2] for override in fixed)
-        points = [replace(point, overrides={**shared, **point.overrides}) for point in points]
+        points = with_shared(folder, *read_plan(folder))
     else:
         points = [
             Point(
@@ -191,10 +191,7 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
     """Write `sweep.json`: the overrides and settings that all points share, and each point."""
-    composed = [point.settings for point in points if point.settings]
-    shared = composed[0] if composed else {}
-    for settings in composed[1:]:
-        shared = {k: v for k, v in shared.items() if repr(settings.get(k, ...)) == repr(v)}
+    shared = _shared_settings(points)
     entries = []
     for point in points:
         own = {k: v for k, v in point.settings.items() if k not in shared}
@@ -211,6 +208,35 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
     write_json(folder / PLAN, {"fixed": list(fixed), "settings": shared, "points": entries})
 
 
+def with_shared(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> list[Point]:
+    """Return the points of a sweep as a report needs them: with the overrides that all share.
+
+    Points that did not compose have the settings that all others share, and those given.
+
+    Args:
+        folder: of the sweep, without links.
+    """
+    overrides = dict(override.partition("=")[::2] for override in fixed)
+    settings = _shared_settings(points)
+    return [
+        replace(
+            point,
+            folder=folder / point.folder.name,
+            overrides={**overrides, **point.overrides},
+            settings=point.settings or {**settings, **point.written},
+        )
+        for point in points
+    ]
+
+
+def _shared_settings(points: Sequence[Point]) -> Values:
+    composed = [point.settings for point in points if point.settings]
+    shared = composed[0] if composed else {}
+    for settings in composed[1:]:
+        shared = {k: v for k, v in shared.items() if repr(settings.get(k, ...)) == repr(v)}
+    return shared
+
+
 def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
@@ -220,19 +246,31 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    measured = _read_or_warn(_measure, folder / METRICS)
-    measured["totals"] = {**point.totals, **measured.get("totals", {}), **_finite(summary)}
+    # All that an earlier attempt measured is replaced.
+    measured = {
+        "curve": (),
+        "bits": {},
+        "diverged": False,
+        **_read_or_warn(_measure, folder / METRICS),
+    }
+    planned = _finite({"params": point.totals.get("params")})
+    measured["totals"] = {**planned, **measured.get("totals", {}), **_finite(summary)}
     if corpus := summary.get("corpus_sha256"):
-        measured["provenance_checksum"] = provenance_checksum(
+        checksum = provenance_checksum(
             corpus,
             (summary.get("init_from") or {}).get("sha256"),
             summary.get("resumed_from"),
         )
+    else:
+        checksum = ""
+    in_part = summary.get("eval_batches") is not None  # of older versions
     return replace(
         point,
         status=status,
         reason=str(summary.get("reason") or ""),
-        validated=str(summary.get("validated") or point.validated),
+        provenance_checksum=checksum,
+        validated=str(summary.get("validated") or ""),
+        validated_in_part=summary.get("validated_share", 0 if in_part else 1) != 1,
         **measured,
     )
 

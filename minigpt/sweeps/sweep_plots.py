@@ -4,29 +4,24 @@ Text from files goes through `_escape` on its way into a plot.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import inf, isfinite, nan, prod
+from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import (
-    Row,
-    count_text,
-    highest_converged,
-    numbers,
-    pareto_front,
-    points_of,
-)
 from minigpt.sweeps.results import COMPLETED, NATS
+from minigpt.sweeps.table import Row, Table, count_text, loss_text, numbers
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
 
 
-def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -> Figure:
+def sweep_figure(table: Table, *, title: str, along: str | None = None) -> Figure:
     """Plot a sweep.
 
     Args:
@@ -34,29 +29,30 @@ def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -
     """
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     swept, curves, params, flops = figure.subplots(2, 2).flat
-    measured = [row for row in rows if row.losses]
+    measured = [row for row in table.rows if row.losses]
     if measured:
-        _plot_swept(swept, rows, along)
-        _plot_curves(curves, measured)
-        _plot_cost(params, measured, "params", "parameters N")
-        _plot_cost(flops, measured, "flops", "training FLOPs C")
-    counts = count_text(Counter(point.status for point in points_of(rows)))
-    warning = "; losses not comparable" if measured and not measured[0].rank else ""
+        _plot_swept(swept, table, along)
+        _plot_curves(curves, measured, table.unit)
+        _plot_cost(params, measured, table.unit, "params", "parameters N")
+        _plot_cost(flops, measured, table.unit, "flops", "training FLOPs C")
+    counts = count_text(Counter(point.status for point in table.points))
+    warning = "; losses not comparable" if table.incomparable else ""
     figure.suptitle(_escape(f"{title}: {counts}{warning}", 120), fontsize=14)
     return figure
 
 
-def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
+def _plot_swept(panel: Axes, table: Table, along: str | None) -> None:
     # A heat map of two numeric settings, lines over one, or else the best 20 rows by name.
-    values = {name: numbers(rows, name) for name in rows[0].short_names}
+    rows = table.rows
+    values = {name: numbers(rows, name) for name in table.short_names}
     numeric = [name for name in values if len(values[name]) > 1 and _is_numeric(rows, name)]
     few_lines = len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED
     if along or few_lines:
-        _plot_lines(panel, rows, along or numeric[0])
+        _plot_lines(panel, table, along or numeric[0])
     elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
-        _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
+        _plot_heat_map(panel, table, *sorted(values, key=lambda name: -len(values[name])))
     else:
-        _plot_names(panel, [row for row in rows if row.losses][:20])
+        _plot_names(panel, [row for row in rows if row.losses][:20], table.unit)
     seeds = "" if rows[0].interval is None else ", mean and 95 % interval over seeds"
     panel.set_title(f"best validation loss{seeds}")
 
@@ -65,8 +61,9 @@ def _is_numeric(rows: Sequence[Row], name: str) -> bool:
     return all(isfinite(row.number(name)) for row in rows)
 
 
-def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
+def _plot_heat_map(panel: Axes, table: Table, x: str, y: str) -> None:
     # One cell per pair of values; of two rows in a cell, the better is shown.
+    rows = table.rows
     columns = numbers(rows, x)
     lines = numbers(rows, y)
     cells = {
@@ -77,7 +74,7 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
     # The mean loss and the status in each cell, the best in bold, those tied with it hatched.
     for (i, j), row in cells.items():
         losses[i, j] = row.loss  # NumPy stores None as nan
-        text = row.loss_text.replace(" ", "\n", 1) if row.losses else ""
+        text = loss_text(row.loss, row.interval).replace(" ", "\n", 1) if row.losses else ""
         if row.status != COMPLETED:
             text += "\n" + _escape(row.status).replace(", ", "\n")
         if row.tied and row is not rows[0]:
@@ -109,13 +106,13 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         xticklabels=map("{:g}".format, columns),
         yticklabels=map("{:g}".format, lines),
     )
-    panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
+    panel.figure.colorbar(image, ax=panel, label=table.unit)
 
 
-def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
+def _plot_lines(panel: Axes, table: Table, along: str) -> None:
     # One line per combination of the other settings, that of the best run first.
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, half of its interval)
-    shown = [row for row in rows if row.losses and isfinite(row.number(along))]
+    shown = [row for row in table.rows if row.losses and isfinite(row.number(along))]
     for row in shown:
         lines.setdefault(row.label(along), []).append(
             (row.number(along), row.loss or 0.0, row.interval or nan)
@@ -131,14 +128,14 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
             marker="o",
             capsize=3,
         )
-    panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
-    values = numbers(rows, along)
+    panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({table.unit})")
+    values = numbers(table.rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
     _finish(panel, [row.loss or 0.0 for row in shown])
 
 
-def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
+def _plot_names(panel: Axes, rows: Sequence[Row], unit: str) -> None:
     for rank, row in enumerate(rows):
         panel.errorbar(
             row.loss or 0.0, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank)
@@ -151,21 +148,21 @@ def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
             transform=panel.get_yaxis_transform(),
         )
     panel.set(
-        xlabel=f"best validation loss ({rows[0].unit})",
+        xlabel=f"best validation loss ({unit})",
         yticks=range(len(rows)),
         yticklabels=[f"{row.loss:.4f}" for row in rows],
         ylim=(len(rows) - 0.5, -0.8),
     )
 
 
-def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
+def _plot_curves(panel: Axes, rows: Sequence[Row], unit: str) -> None:
     # Every run, the best rows in color.
     ends = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
             # Curves are in nats per token.
-            scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
+            scale = (point.loss(unit) or inf) / (point.loss(NATS) or inf)
             losses = [scale * loss for _, loss in point.curve]
             panel.plot(
                 [at for at, _ in point.curve],
@@ -181,18 +178,18 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(
         xlabel="tokens",
-        ylabel=f"validation loss ({rows[0].unit})",
+        ylabel=f"validation loss ({unit})",
         title="learning curves by rank (dotted: not completed)",
     )
     _finish(panel, ends)
 
 
-def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
-    panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
+def _plot_cost(panel: Axes, rows: Sequence[Row], unit: str, cost: str, label: str) -> None:
+    panel.set(xlabel=label, ylabel=f"best validation loss ({unit})")
     known = [
-        (row.mean_of(cost), row.loss, row.interval or nan)
+        (row.costs[cost], row.loss, row.interval or nan)
         for row in rows
-        if row.mean_of(cost) and row.loss
+        if row.costs[cost] and row.loss
     ]
     if not known:
         return
@@ -238,3 +235,20 @@ def _escape(text: str, max_chars: int = 60) -> str:
     if len(text) > max_chars:
         text = f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
     return text.replace("$", r"\$")
+
+
+def highest_converged(losses: Sequence[float]) -> float:
+    """Return the highest loss that is at most 5 times as far from the best as the median.
+
+    Return the highest of all if most of them are equal.
+    """
+    best = min(losses)
+    limit = best + (5 * (median(losses) - best) or inf)
+    return max(loss for loss in losses if loss <= limit)
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the (cost, loss) pairs that no other pair dominates, cheapest first."""
+    ordered = sorted(points)
+    lowest = [inf, *accumulate((loss for _, loss in ordered), min)]  # before each pair
+    return [pair for pair, low in zip(ordered, lowest, strict=False) if pair[1] < low]

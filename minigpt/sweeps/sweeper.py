@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,7 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.runs.overrides import literal, quote_override, quote_path
+from minigpt.runs.overrides import is_planned, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig, check_hydra
 from minigpt.runs.run_dir import (
@@ -45,6 +46,7 @@ from minigpt.sweeps.results import (
     provenance_checksum,
     read_plan,
     refresh,
+    with_shared,
     write_plan,
 )
 from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
@@ -96,6 +98,7 @@ class Grid(Sweeper):
         )
         self.points: list[Point] = []
         self.checked: dict[str, Mapping[str, str]] = {}  # values of possible points, by identity
+        self.texts: dict[Path, str] = {}  # that points will be validated on, by folder
         self.wandb: DictConfig | None = OmegaConf.select(config, "logger.wandb")
         # Refuse settings of Hydra and of W&B that would mislead.
         check_hydra(config.hydra)
@@ -187,11 +190,9 @@ class Grid(Sweeper):
         params = [literal(f"{key}={value}", True) for key, value in self.params.items()]
         typed = [argument for argument in arguments if argument != "resume=auto"]
         named = by_name([*params, *typed])
-        complete = dict(named)
-        keys = {name.lstrip("+") for name in named}
-        if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
-            # Each plan would choose another part of the validation split.
-            complete["eval_batches"] = "eval_batches=null"
+        complete = named
+        if is_planned({name.lstrip("+"): override for name, override in named.items()}):
+            complete = from_extras("swept_overrides")(named, self.cfg)
         parsed = OverridesParser.create(config_loader=self.composer.loader).parse_overrides(
             [*complete.values()]
         )
@@ -268,7 +269,7 @@ class Grid(Sweeper):
             cfg, _ = self.composer.compose(values)
             point = replace(point, settings=relevant_settings(cfg))
             sized = cfg
-            if cfg.minutes is not None:
+            if is_planned(cfg):
                 sized = from_extras("with_possible_sizes")(cfg, self.composer.overrides(values))
             corpus, config, pretrained = load_parts(
                 RunConfig.from_hydra(sized, in_job=False),
@@ -291,12 +292,12 @@ class Grid(Sweeper):
                 rungs=rung_steps(cfg) if self.prune else (),
                 planned_flops=sequences * config.block_size * config.flops_per_token(),
                 totals={"params": config.num_params()},
-                validated=corpus.validated_part(
-                    config.block_size,
-                    cfg.data.eval_batch_size,
-                    cfg.eval_batches,
-                ),
             )
+        )
+        self.texts[point.folder] = corpus.validated_part(
+            config.block_size,
+            cfg.data.eval_batch_size,
+            cfg.eval_batches,
         )
         # Refuse a run that was trained on something else.
         weights = pretrained.provenance(cfg.data.folder)["sha256"] if pretrained else None
@@ -325,7 +326,7 @@ class Grid(Sweeper):
         self._launch(batch)
 
     def _check_comparable(self, points: Sequence[Point]) -> None:
-        texts = {point.validated for point in points} - {""}
+        texts = {point.validated or self.texts.get(point.folder, "") for point in points} - {""}
         if len(texts) > 1 and (self.prune or self.compares_batches):
             raise UserError(
                 "pruning and searches need one validation text for all points, "
@@ -402,6 +403,7 @@ class Grid(Sweeper):
         try:
             self.engine.launch(jobs, initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
+            self.points[:] = map(refresh, self.points)
             self._report()
             log(
                 "to resume, run the same command with "
@@ -425,13 +427,14 @@ class Grid(Sweeper):
         return [*self.composer.overrides(point.overrides), *resume, *pause, *own]
 
     def _report(self) -> None:
-        from minigpt.sweeps.report import publish, report  # imports numpy
+        from minigpt.sweeps.report import publish, report_points  # imports numpy
 
-        self.points[:] = map(refresh, self.points)
-        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
-        sentences = report([self.folder])
+        points = [*self.points, *self._other_points()]
+        write_plan(self.folder, self.fixed, points)
+        folder = self.folder.resolve()
+        table = report_points(with_shared(folder, self.fixed, points), folder.name, folder)
         if self.wandb:
-            publish(self.folder, sentences, self.wandb)
+            publish(self.folder, table, self.wandb)
 
     def _other_points(self) -> list[Point]:
         # The folder holds these besides those of this command.

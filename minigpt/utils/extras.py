@@ -19,6 +19,9 @@ _MODULES = {
     "read_csv": "corpora.tables",
     "read_parquet": "corpora.tables",
     "read_plays": "corpora.plays",
+    "refuse_pruning": "planner.swept_plans",
+    "steps_note": "planner.swept_plans",
+    "swept_overrides": "planner.swept_plans",
     "with_plan": "planner.planned_sizes",
     "with_possible_sizes": "planner.planned_sizes",
 }
