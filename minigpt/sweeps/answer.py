@@ -12,18 +12,23 @@ from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
 from minigpt.sweeps.table import Row, Table, count_text, numbers, points_of
 from minigpt.utils.extras import from_extras
+from minigpt.utils.terminal import sanitize_line
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
 
 
 def answer(table: Table) -> list[str]:
-    """Return what a table shows, the most important first."""
+    """Return what a table shows, the most important first, sanitized for a terminal."""
     notes = [sentence for holds, sentence in _notes(table) if holds]
+    return [sanitize_line(sentence) for sentence in [*_comparisons(table), *notes]]
+
+
+def _comparisons(table: Table) -> list[str]:
     rows = table.compared
     if not rows:
-        return ["No run has completed with a loss, so nothing can be compared.", *notes]
+        return ["No run has completed with a loss, so nothing can be compared."]
     if table.incomparable:
-        return [table.incomparable, *notes]
+        return [table.incomparable]
     best = rows[0]
     unfinished = any(row.provisional and row.losses for row in table.rows)
     of = "Of the rows whose runs all completed, the" if unfinished else "The"
@@ -33,12 +38,11 @@ def answer(table: Table) -> list[str]:
     )
     if table.comparison is None or len(rows) == 1:
         reason, *advice = _unknown_noise(table)
-        return [f"{lowest} {reason}", *advice, *notes]
+        return [f"{lowest} {reason}", *advice]
     return [
         f"{lowest} {_others(rows)}",
         *_settings(table, table.comparison),
         *(sentence for holds, sentence in _noise(table) if holds),
-        *notes,
     ]
 
 
@@ -194,7 +198,7 @@ def _later_loss(row: Row, unit: str) -> float:
 
 def _notes(table: Table) -> list[tuple[object, str]]:
     # Sentences, each with whether it holds.
-    points = table.points
+    points = points_of(table.rows)
     n = len(points)
     # Runs that have not completed.
     counts = Counter(point.status for point in points if point.pending)

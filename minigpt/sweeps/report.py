@@ -22,16 +22,22 @@ from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, Point, read_sweep
-from minigpt.sweeps.table import COSTS, Row, Table, loss_text, numbers
+from minigpt.sweeps.table import COSTS, Row, Table, loss_text, numbers, points_of
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
 TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
-PlainTable = tuple[list[str], list[list[object]]]  # a header and rows
+PlainTable = tuple[list[str | int], list[list[object]]]  # a header and rows
 
 
-def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> Table:
+def report(
+    folders: Sequence[Path],
+    *,
+    out: Path | None = None,
+    along: str | None = None,
+    points: Sequence[Point] = (),
+) -> Table:
     """Print the answer and the table of one or several sweeps, and write their files.
 
     Args:
@@ -39,46 +45,36 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
         out: folder to write to; by default that of the only sweep, and none for several.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if
             that is unique.
+        points: of the folders, if they have been read.
 
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs
             differ.
     """
+    # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    found = chain.from_iterable(map(read_sweep, folders))
-    points = list({point.folder: point for point in found}.values())  # folders may overlap
+    found = points or chain.from_iterable(map(read_sweep, folders))
+    table = ranked(list({point.folder: point for point in found}.values()))
+    along = along if along is None else _full_name(table, along)
     # The report of one sweep is written to its folder, under its name.
     only = folders[0].resolve() if len(folders) == 1 else None
+    out = out or only
     kind = "runs" if all((folder / ".hydra").is_dir() for folder in folders) else "sweeps"
     title = only.name if only else f"{len(folders)} {kind}"
-    table = report_points(points, title, out or only, along)
-    if not out and not only:
-        print("set --out FOLDER to write the table and the plot of several folders")
-    return table
-
-
-def report_points(
-    points: Sequence[Point], title: str, out: Path | None, along: str | None = None
-) -> Table:
-    """Print the answer and the table of points, as `report`, and write their files to a folder."""
-    table = ranked(points)
-    setting = None if along is None else _full_name(table, along)
-    sentences = _sentences(table)
     # Write the files, then print; a full disk does not hide the answer.
+    sentences = answer(table)
     try:
         if out:
-            _write_files(out, table, sentences, title, setting)
+            _write_files(out, table, sentences, title, along)
     finally:
         print("\n".join([*sentences, ""]))
         print_table(table)
-    if out:
+    if out is None:
+        print("set --out FOLDER to write the table and the plot of several folders")
+    else:
         for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
             print(f"{name:<8} {_display(out / file)}")
     return table
-
-
-def _sentences(table: Table) -> list[str]:
-    return [sanitize_line(sentence) for sentence in answer(table)]
 
 
 def _write_files(
@@ -104,7 +100,7 @@ def print_table(table: Table) -> None:
     A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit;
     the files have all.
     """
-    folders = [point.folder.parent for point in table.points]
+    folders = [point.folder.parent for point in points_of(table.rows)]
     print(f"runs in {_display(Path(os.path.commonpath(folders)))}\n")
     _print_fitting_columns(table)
     print()
@@ -220,7 +216,7 @@ def _escape(text: str) -> str:
 
 def table_of_rows(table: Table) -> PlainTable:
     """Return what `sweep.csv` holds: the rows, with intervals and differences in their unit."""
-    header = [
+    header: list[str | int] = [
         "rank",
         *table.short_names,
         "val_loss",
@@ -234,7 +230,7 @@ def table_of_rows(table: Table) -> PlainTable:
         "status",
         "reason",
     ]
-    lines = [
+    lines: list[list[object]] = [
         [
             row.rank,
             *map(row.overrides.get, table.short_names),
@@ -255,7 +251,7 @@ def table_of_rows(table: Table) -> PlainTable:
 
 def table_of_runs(table: Table) -> PlainTable:
     """Return what `runs.csv` holds: every run, in the order of the rows."""
-    header = [
+    header: list[str | int] = [
         *table.short_names,
         "seed",
         "val_loss",
@@ -282,7 +278,7 @@ def table_of_runs(table: Table) -> PlainTable:
     return header, lines
 
 
-def _write_csv(file: Path, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+def _write_csv(file: Path, header: Sequence[object], lines: Sequence[Sequence[object]]) -> None:
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     with (
         atomic_write(file) as partial,
@@ -312,22 +308,21 @@ def publish(folder: Path, table: Table, wandb_config: DictConfig) -> None:
                 "plot": wandb.Image(str(folder / PLOT)),
             }
         )
-        logger.finish({"answer": "\n".join(_sentences(table))})
+        logger.finish({"answer": "\n".join(answer(table))})
 
 
-def _with_numbers(header: list[str], lines: Sequence[Sequence[object]]) -> PlainTable:
+def _with_numbers(header: list[str | int], lines: Sequence[Sequence[object]]) -> PlainTable:
     # A column of numbers has numbers, and None where a cell is empty; others have texts.
     columns: list[Sequence[object]] = []
     for column in zip(*lines, strict=True):
-        texts = ["" if cell is None else _encodable(str(cell)) for cell in column]
+        texts = [
+            "" if cell is None else str(cell).encode(errors="backslashreplace").decode()
+            for cell in column
+        ]
         columns.append(texts)
         with suppress(ValueError):
             columns[-1] = [float(text) if text else None for text in texts]
-    return [*map(_encodable, header)], [[*line] for line in zip(*columns, strict=True)]
-
-
-def _encodable(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
+    return header, [[*line] for line in zip(*columns, strict=True)]
 
 
 def _full_name(table: Table, along: str) -> str:

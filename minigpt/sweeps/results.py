@@ -246,28 +246,24 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    # All that an earlier attempt measured is replaced.
-    measured = {
-        "curve": (),
-        "bits": {},
-        "diverged": False,
-        **_read_or_warn(_measure, folder / METRICS),
-    }
+    measured = _read_or_warn(_measure, folder / METRICS)
     planned = _finite({"params": point.totals.get("params")})
-    measured["totals"] = {**planned, **measured.get("totals", {}), **_finite(summary)}
+    totals = {**planned, **measured.pop("totals", {}), **_finite(summary)}
+    checksum = ""
     if corpus := summary.get("corpus_sha256"):
-        checksum = provenance_checksum(
-            corpus,
-            (summary.get("init_from") or {}).get("sha256"),
-            summary.get("resumed_from"),
-        )
-    else:
-        checksum = ""
+        weights = (summary.get("init_from") or {}).get("sha256")
+        checksum = provenance_checksum(corpus, weights, summary.get("resumed_from"))
     in_part = summary.get("eval_batches") is not None  # of older versions
-    return replace(
-        point,
-        status=status,
-        reason=str(summary.get("reason") or ""),
+    # A new point, because nothing that an earlier attempt measured holds.
+    return Point(
+        folder,
+        point.overrides,
+        status,
+        str(summary.get("reason") or ""),
+        point.settings,
+        point.planned_flops,
+        totals,
+        rungs=point.rungs,
         provenance_checksum=checksum,
         validated=str(summary.get("validated") or ""),
         validated_in_part=summary.get("validated_share", 0 if in_part else 1) != 1,

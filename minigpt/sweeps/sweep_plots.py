@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from minigpt.sweeps.results import COMPLETED, NATS
-from minigpt.sweeps.table import Row, Table, count_text, loss_text, numbers
+from minigpt.sweeps.table import Row, Table, count_text, loss_text, numbers, points_of
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
@@ -35,7 +35,7 @@ def sweep_figure(table: Table, *, title: str, along: str | None = None) -> Figur
         _plot_curves(curves, measured, table.unit)
         _plot_cost(params, measured, table.unit, "params", "parameters N")
         _plot_cost(flops, measured, table.unit, "flops", "training FLOPs C")
-    counts = count_text(Counter(point.status for point in table.points))
+    counts = count_text(Counter(point.status for point in points_of(table.rows)))
     warning = "; losses not comparable" if table.incomparable else ""
     figure.suptitle(_escape(f"{title}: {counts}{warning}", 120), fontsize=14)
     return figure

@@ -1,7 +1,7 @@
 """Choose the runs of a sweep: compose and check every point before the first run starts.
 
-`Grid.sweep` is the life of a sweep: it reads the points, checks them, launches and prunes their
-runs, and reports. Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
+`Grid.sweep` is the life of a sweep: it reads the points, checks them, launches their runs, and
+reports. Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 `hydra_plugins`.
 """
 
@@ -35,7 +35,6 @@ from minigpt.runs.run_dir import (
 )
 from minigpt.sweeps.composition import Composer, values_of
 from minigpt.sweeps.point_settings import by_name, folder_name, is_relevant, relevant_settings
-from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
     CRASHED,
     NATS,
@@ -253,7 +252,10 @@ class Grid(Sweeper):
                 f"{self.folder} holds a sweep that differs in {', '.join(changed)}; "
                 f"{ANOTHER_FOLDER}"
             )
-        return replace(point, rungs=rung_steps(cfg) if self.prune else ())
+        return replace(point, rungs=self._rungs(cfg))
+
+    def _rungs(self, cfg: DictConfig) -> Sequence[int]:
+        return from_extras("rung_steps")(cfg) if self.prune else ()
 
     def check(self, values: Mapping[str, str]) -> Point:
         """Compose and check a point.
@@ -289,7 +291,7 @@ class Grid(Sweeper):
             replace(
                 point,
                 folder=self.existing.get(point.identity, point).folder,
-                rungs=rung_steps(cfg) if self.prune else (),
+                rungs=self._rungs(cfg),
                 planned_flops=sequences * config.block_size * config.flops_per_token(),
                 totals={"params": config.num_params()},
             )
@@ -318,12 +320,11 @@ class Grid(Sweeper):
         # A search that resumes chooses its later points again, after the earlier ones have paused.
         others = [] if self.compares_batches else self._other_points()
         self._check_comparable(self.points + others)
-        # Run them to each rung, and then those that continue to their end.
+        # Run them to their end; with pruning, those that continue after each rung.
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
-        for rung in range(len(RUNGS) if self.prune else 0):
-            self._launch(batch, rung)
-            batch = self._continuing(batch, others, rung)
-        self._launch(batch)
+        if self.prune:
+            batch = from_extras("prune")(self, batch, others)
+        self.launch(batch)
 
     def _check_comparable(self, points: Sequence[Point]) -> None:
         texts = {point.validated or self.texts.get(point.folder, "") for point in points} - {""}
@@ -332,43 +333,16 @@ class Grid(Sweeper):
                 "pruning and searches need one validation text for all points, "
                 f"got {'; '.join(sorted(texts))}"
             )
-        fractions = set()
-        for point in points:
-            fractions.add(tuple(step / point.settings["max_steps"] for step in point.rungs))
-        if len(fractions - {()}) > 1:
-            raise UserError(
-                "eval_every must let all points validate at the same fractions of max_steps "
-                "with hydra.sweeper.prune=true; use one that divides max_steps / 8"
-            )
 
-    def _continuing(
-        self,
-        batch: Sequence[Point],
-        others: Sequence[Point],
-        rung: int,
-    ) -> list[Point]:
-        folders = {point.folder for point in batch if point.status != SKIPPED}
-        reached = [
-            point
-            for point in self.points
-            if point.folder in folders and loss_at(point, rung) is not None
-        ]
-        # Rows do not wait for others that are not at the rung.
-        others = [other for other in others if loss_at(other, rung) is not None]
-        kept = [
-            point for point in continuing([*self.points, *others], rung) if point.folder in folders
-        ]
-        steps = sorted({point.rungs[rung] for point in reached})
-        log(f"rung at step {', '.join(map(str, steps))}: {len(kept)} of {len(reached)} continue")
-        return kept
+    def launch(self, batch: Sequence[Point], steps: Mapping[Path, int] | None = None) -> None:
+        """Run points to their end, or some to steps at which they pause; print as each ends.
 
-    def _launch(self, batch: Sequence[Point], rung: int | None = None) -> None:
-        """Run points to a rung or to their end, and print as each ends."""
+        Args:
+            steps: where points pause, by their folder; others do not run.
+        """
         # Select those that are not there yet, the longest first: workers end at about one time.
         pending = [
-            point
-            for point in batch
-            if point.pending and (rung is None or not has_reached(point, rung))
+            point for point in batch if point.pending and (steps is None or point.folder in steps)
         ]
         pending.sort(key=lambda point: -point.planned_flops)
         log(f"{len(pending)} of {len(batch)} to run")
@@ -399,7 +373,7 @@ class Grid(Sweeper):
         self.engine.points = pending
         self.engine.on_end = on_end
         self.engine.configure = self.in_job(self.composer.job_cfg)
-        jobs = [self._job_overrides(point, rung) for point in pending]
+        jobs = [self._job_overrides(point, (steps or {}).get(point.folder)) for point in pending]
         try:
             self.engine.launch(jobs, initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
@@ -412,11 +386,11 @@ class Grid(Sweeper):
             raise
         self.points[:] = map(refresh, self.points)
 
-    def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
+    def _job_overrides(self, point: Point, pause_at: int | None) -> list[str]:
         has_begun = any(point.folder.glob("checkpoints/*.safetensors"))
         can_resume = has_begun or "resume" not in point.settings
         resume = ["resume=auto"] if can_resume and (self.prune or self.cfg.resume == "auto") else []
-        pause = [] if rung is None else [f"pause_at={point.rungs[rung]}"]
+        pause = [] if pause_at is None else [f"pause_at={pause_at}"]
         folders = {
             "hydra.run.dir": point.folder,
             "hydra.sweep.dir": self.folder,
@@ -427,12 +401,12 @@ class Grid(Sweeper):
         return [*self.composer.overrides(point.overrides), *resume, *pause, *own]
 
     def _report(self) -> None:
-        from minigpt.sweeps.report import publish, report_points  # imports numpy
+        from minigpt.sweeps.report import publish, report  # imports numpy
 
         points = [*self.points, *self._other_points()]
         write_plan(self.folder, self.fixed, points)
-        folder = self.folder.resolve()
-        table = report_points(with_shared(folder, self.fixed, points), folder.name, folder)
+        points = with_shared(self.folder.resolve(), self.fixed, points)
+        table = report([self.folder], points=points)
         if self.wandb:
             publish(self.folder, table, self.wandb)
 

@@ -95,7 +95,6 @@ class Table:
         incomparable: why the losses do not compare, though their unit is the same; or nothing.
 
     Properties:
-        points: those of all rows, in order.
         best: the row with rank 1, if any.
     """
 
@@ -106,10 +105,6 @@ class Table:
     comparison: Comparison | None
     n_diverged: int
     incomparable: str
-
-    @property
-    def points(self) -> list[Point]:
-        return points_of(self.rows)
 
     @property
     def best(self) -> Row | None:

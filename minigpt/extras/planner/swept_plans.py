@@ -1,11 +1,10 @@
-"""What `minutes=` changes in a sweep: the part that is validated, pruning, and the answer."""
+"""What `minutes=` changes in a sweep: the part that is validated, and the answer."""
 
 from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig
 
 from minigpt.sweeps.results import Point
-from minigpt.utils.errors import require
 
 
 def swept_overrides(overrides: Mapping[str, str], cfg: DictConfig) -> dict[str, str]:
@@ -17,16 +16,6 @@ def swept_overrides(overrides: Mapping[str, str], cfg: DictConfig) -> dict[str, 
     if "eval_batches" in given or cfg.eval_batches is not None:
         return dict(overrides)
     return {**overrides, "eval_batches": "eval_batches=null"}
-
-
-def refuse_pruning(cfg: DictConfig) -> None:
-    """Raise UserError: the number of steps of a point is unknown until it is planned."""
-    require(
-        "minutes",
-        cfg.minutes,
-        lambda minutes: minutes is None,
-        "null with hydra.sweeper.prune=true",
-    )
 
 
 def steps_note(points: Sequence[Point]) -> str:

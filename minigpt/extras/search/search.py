@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from minigpt.extras.search.pruning import continuing, loss_at
 from minigpt.sweeps.composition import values_of
-from minigpt.sweeps.pruning import continuing, loss_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.checks import POSITIVE_INT, as_integer

@@ -15,10 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from minigpt.runs.overrides import is_planned
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point
-from minigpt.utils.errors import require
-from minigpt.utils.extras import from_extras
+from minigpt.sweeps.sweeper import Grid
+from minigpt.utils.errors import UserError, require
+from minigpt.utils.terminal import log
 
 RUNGS = (Fraction(1, 8), Fraction(1, 4), Fraction(1, 2))  # of max_steps
 KEPT = Fraction(2, 5)  # of the points that have reached a rung
@@ -33,10 +33,8 @@ def rung_steps(cfg: DictConfig) -> list[int]:
         UserError: a setting is incompatible with pruning.
     """
     pruned = "with hydra.sweeper.prune=true"
-    for key, expected in (("pause_at", "null"), ("resume", "null or auto")):
+    for key, expected in (("pause_at", "null"), ("resume", "null or auto"), ("minutes", "null")):
         require(key, cfg[key], lambda value: value is None, f"{expected} {pruned}")
-    if is_planned(cfg):
-        from_extras("refuse_pruning")(cfg)
     require(
         "eval_every",
         cfg.eval_every,
@@ -44,6 +42,56 @@ def rung_steps(cfg: DictConfig) -> list[int]:
         f"< {cfg.max_steps / 4:g} (max_steps / 4) {pruned}",
     )
     return [ceil(rung * cfg.max_steps / cfg.eval_every) * cfg.eval_every for rung in RUNGS]
+
+
+def prune(grid: Grid, batch: Sequence[Point], others: Sequence[Point]) -> list[Point]:
+    """Run a batch of points to each rung; return those that continue to their end.
+
+    Args:
+        others: points of the folder that the sweep does not run, but compares with.
+
+    Raises:
+        UserError: rungs are at different fractions of max_steps.
+    """
+    _check_fractions([*grid.points, *others])
+    kept = [*batch]
+    for rung in range(len(RUNGS)):
+        steps = {
+            point.folder: point.rungs[rung]
+            for point in kept
+            if point.pending and not has_reached(point, rung)
+        }
+        grid.launch(kept, steps)
+        kept = _continuing_of(kept, grid, others, rung)
+    return kept
+
+
+def _check_fractions(points: Sequence[Point]) -> None:
+    fractions = set()
+    for point in points:
+        fractions.add(tuple(step / point.settings["max_steps"] for step in point.rungs))
+    if len(fractions - {()}) > 1:
+        raise UserError(
+            "eval_every must let all points validate at the same fractions of max_steps "
+            "with hydra.sweeper.prune=true; use one that divides max_steps / 8"
+        )
+
+
+def _continuing_of(
+    batch: Sequence[Point], grid: Grid, others: Sequence[Point], rung: int
+) -> list[Point]:
+    folders = {point.folder for point in batch if point.status != SKIPPED}
+    reached = [
+        point
+        for point in grid.points
+        if point.folder in folders and loss_at(point, rung) is not None
+    ]
+    # Rows do not wait for others that are not at the rung.
+    compared = [*grid.points, *(other for other in others if loss_at(other, rung) is not None)]
+    kept = [point for point in continuing(compared, rung) if point.folder in folders]
+    steps = sorted({point.rungs[rung] for point in reached})
+    log(f"rung at step {', '.join(map(str, steps))}: {len(kept)} of {len(reached)} continue")
+    return kept
 
 
 def has_reached(point: Point, rung: int) -> bool:
