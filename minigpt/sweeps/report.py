@@ -83,8 +83,8 @@ def _write_files(
     from minigpt.sweeps.sweep_plots import sweep_figure
 
     out.mkdir(parents=True, exist_ok=True)
-    _write_csv(out / TABLE, *table_of_rows(table))
-    _write_csv(out / RUNS, *table_of_runs(table))
+    write_csv(out / TABLE, *table_of_rows(table))
+    write_csv(out / RUNS, *table_of_runs(table))
     _write_text(out / TEXT, title, sentences, table)
     figure = sweep_figure(table, title=title, along=along)
     with (
@@ -278,7 +278,8 @@ def table_of_runs(table: Table) -> PlainTable:
     return header, lines
 
 
-def _write_csv(file: Path, header: Sequence[object], lines: Sequence[Sequence[object]]) -> None:
+def write_csv(file: Path, header: Sequence[object], lines: Sequence[Sequence[object]]) -> None:
+    """Write a header and rows; None is an empty cell."""
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     with (
         atomic_write(file) as partial,

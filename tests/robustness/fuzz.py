@@ -313,7 +313,7 @@ def run_folder(chance: random.Random, folder: Path) -> None:
     """Mutate the metrics and summary of a run, and the plan of its sweep or, without one, the overrides of the run."""
     from minigpt.sweeps.answer import answer
     from minigpt.sweeps.ranking import ranked
-    from minigpt.sweeps.report import print_table, write_table
+    from minigpt.sweeps.report import print_table, table_of_rows, write_csv
 
     run, plan = folder / "run", folder / "sweep.json"
     (run / ".hydra").mkdir(parents=True, exist_ok=True)
@@ -326,11 +326,11 @@ def run_folder(chance: random.Random, folder: Path) -> None:
         content = chance.choice([mutate_bytes(chance, OVERRIDES), *ODD_YAML])
         deep = b"[" * DEEP  # takes a second
         (run / ".hydra" / "overrides.yaml").write_bytes(content if chance.random() < 0.99 else deep)
-    rows = ranked(sweep.read_sweep(folder))
-    assert answer(rows)
-    write_table(folder / "table.csv", rows)
+    table = ranked(sweep.read_sweep(folder))
+    assert answer(table)
+    write_csv(folder / "table.csv", *table_of_rows(table))
     with redirect_stdout(io.StringIO()) as out:
-        print_table(rows)
+        print_table(table)
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
 
 

@@ -195,7 +195,7 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(
     assert (tmp_path / f"runs/{name}-3/checkpoints/best.safetensors").exists()
     assert (tmp_path / "runs/latest").resolve().name == f"{name}-3"
     assert minigpt.train([*small, "max_steps=1"])["folder"] == f"{tmp_path}/runs/{name}-4"
-    monkeypatch.setattr(Grid, "_launch", lambda sweeper, _: (sweeper.folder / "mine").touch())
+    monkeypatch.setattr(Grid, "launch", lambda sweeper, _: (sweeper.folder / "mine").touch())
     monkeypatch.setattr(Grid, "_report", lambda _: None)
     call("train.py", "-m", "seed=1,2")
     assert (tmp_path / f"runs/sweeps/{name}-2/mine").exists()

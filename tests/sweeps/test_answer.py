@@ -171,7 +171,9 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path):
         if name in GRID
     }
     assert all(
-        value in given[name] for name, value in ranked(points)[0].overrides.items() if name in GRID
+        value in given[name]
+        for name, value in ranked(points).rows[0].overrides.items()
+        if name in GRID
     )
     rows = len(given["model.n_embd"]) * len(given["model.n_head"])
     assert int(runs) == 2 * rows
@@ -217,13 +219,18 @@ def test_losses_on_different_texts_are_not_compared():
         sweep(by_width),
         ["all 1,000 bytes", "20 of 80 windows of 16 tokens in 1,000 bytes"],
     )
-    rows = ranked([replace(point, validated=parts[i % 2]) for i, point in enumerate(points)])
-    (sentence,) = answer(rows)
+    table = ranked(
+        [
+            replace(point, validated=parts[i % 2], validated_in_part=i % 2 == 1)
+            for i, point in enumerate(points)
+        ]
+    )
+    (sentence,) = answer(table)
     assert sentence.startswith("The runs were validated on different texts (")
     assert sentence.endswith(
         "so their losses are not comparable; eval_batches=null validates on the whole split."
     )
-    assert {row.margin for row in rows} == {None}  # nor is any row tied with another
+    assert {row.margin for row in table.rows} == {None}  # nor is any row tied with another
     assert told([replace(point, validated=parts[1]) for point in points]) == told(points)
 
 
@@ -273,7 +280,7 @@ def test_rows_are_ranked_as_if_all_had_all_seeds():
         for heads, found in losses.items()
         for i, loss in enumerate(found)
     ]
-    assert [row.overrides["model.n_head"] for row in ranked(points)] == ["4", "2", "8"]
+    assert [row.overrides["model.n_head"] for row in ranked(points).rows] == ["4", "2", "8"]
     assert re.search(r"n_head=4 \(3 seeds\)\. ", told(points))
 
 

@@ -58,8 +58,9 @@ class Constructed:
                 values = [values[i] for values, i in zip(self.axes.values(), place, strict=True)]
                 overrides = dict(zip(self.axes, values, strict=True)) | {"seed": f"{seed}"}
                 points.append(Point(Path(f"{len(points)}"), overrides, **known))
-        self.rows = ranked(points)
-        self.compared = [row for row in self.rows if row.adjusted is not None]
+        self.table = ranked(points)
+        self.rows = self.table.rows
+        self.compared = [row for row in self.rows if row.margin is not None]
 
     def mean(self, label=""):
         """The true mean of the compared rows with some values, such as `n_embd=64, n_head=2`."""
@@ -169,7 +170,7 @@ def false_claims(kind, n, seed=0):
     rng, found = np.random.default_rng([seed, KINDS.index(kind)]), 0
     for _ in range(n):
         sweep = Constructed(kind, rng)
-        found += not all(map(sweep.check, answer(sweep.rows)))
+        found += not all(map(sweep.check, answer(sweep.table)))
     return found / n
 
 

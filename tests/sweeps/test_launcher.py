@@ -260,7 +260,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
 
     monkeypatch.delenv("RATE", raising=False)
     monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
     swept = call("train.py", *OWN_LINE)
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
@@ -282,7 +282,7 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
         return done
 
     monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
     call("train.py", "hydra.mode=MULTIRUN", "schedule=cosine,linear", "max_steps=2,3")
     chosen = [hydra.runtime.choices.schedule for hydra in jobs]
     assert sorted(chosen) == ["cosine", "cosine", "linear", "linear"]

@@ -4,10 +4,9 @@ import math
 import re
 
 import pytest
-import test_sweeper
 import torch
+from engine import Engine
 from small_runs import rows
-from test_sweeper import Engine
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
@@ -16,7 +15,6 @@ from minigpt.sweeps.report import print_table
 from minigpt.sweeps.results import COMPLETED, read_sweep
 from minigpt.utils.errors import RunError, UserError
 
-plan = test_sweeper.plan
 PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 5, 10 and 20
 RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128", "0.256"]
 NINE, THREE = f"optimizer.lr={','.join(RATES)}", f"optimizer.lr={','.join(RATES[:3])}"

@@ -1,0 +1,349 @@
+"""A report: the printed table and its files."""
+
+import itertools
+import math
+import re
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from scipy import stats
+from small_runs import table
+from sweep_folders import FILES, TOKENS, panels_of, points_of, run_folder
+
+from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.report import report, table_of_rows, table_of_runs, write_csv
+from minigpt.sweeps.results import Point, read_sweep, write_plan
+from minigpt.utils.errors import UserError
+
+
+def grid(folder):
+    losses = [2.0, 2.2, 2.5, 2.7, 1.5, 1.9, 3.0, 4.0]
+    for i, (size, rate, seed) in enumerate(itertools.product((32, 64), ("1e-3", "1e-2"), (1, 2))):
+        overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
+        known = {
+            "losses": (5.0, losses[i]),
+            "params": 100 * size,
+            "bytes_per_token": 2 / math.log(2),
+        }
+        run_folder(folder / f"{i}", *overrides, **known)
+    return folder
+
+
+def intervals(losses):
+    """Half of the interval of a mean over seeds, and of a difference of two means; losses (rows, seeds)."""
+    (rows, seeds), of_row, of_seed = losses.shape, losses.mean(1, keepdims=True), losses.mean(0)
+    noise = np.sum((losses - of_row - of_seed + losses.mean()) ** 2) / ((rows - 1) * (seeds - 1))
+    parts = np.array([of_seed.var(ddof=1), (rows - 1) * noise / rows])
+    freedom = parts.sum() ** 2 / np.sum(parts**2 / [seeds - 1, (rows - 1) * (seeds - 1)])
+    margin = (
+        stats.studentized_range.ppf(0.99, rows, (rows - 1) * (seeds - 1)) * (noise / seeds) ** 0.5
+    )
+    return stats.t.ppf(0.975, max(freedom, 1)) * (parts.sum() / seeds) ** 0.5, margin
+
+
+def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
+    failed = ("model.n_embd=96", "optimizer.lr=1e-2", "max_steps=20")
+    run_folder(
+        grid(tmp_path) / "8", *failed, losses=(), status="failed", reason='out of\n"memory", c'
+    )
+    output = printed(read_sweep(tmp_path))
+    header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
+    # max_steps is shared
+    assert header == "# n_embd lr val loss from the best bits/byte params status"
+    means, interval, margin = (
+        (1.7, 2.1, 2.6, 3.5),
+        *intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)])),
+    )
+    texts = [f"{mean:.4f} ± {interval:.4f} (2 runs)" for mean in means]
+    differences = [f"+{mean - 1.7:.4f} ± {margin:.4f}" for mean in means]
+    assert lines == [
+        f"1 64 1e-3 {texts[0]} – 0.8500 6,400 completed",
+        f"2 32 1e-3 {texts[1]} {differences[1]}, tied 1.0500 3,200 completed",
+        f"3 32 1e-2 {texts[2]} {differences[2]}, tied 1.3000 3,200 completed",
+        f"4 64 1e-2 {texts[3]} {differences[3]}, tied 1.7500 6,400 completed",
+        "96 1e-2 – – – 1,000 failed",
+    ]
+    assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
+    assert f"best     {texts[0]}: n_embd=64, lr=1e-3\n" in output
+
+    write_csv(tmp_path / "table.csv", *table_of_rows(ranked(read_sweep(tmp_path))))
+    *rows, last = table(tmp_path / "table.csv")
+    settings = [
+        (row["rank"], row["model.n_embd"], row["optimizer.lr"], row["seeds"]) for row in rows
+    ]
+    assert settings[:2] == [("1", "64", "1e-3", "2"), ("2", "32", "1e-3", "2")]
+    expected = {
+        "val_loss": means,
+        "val_bits_per_byte": np.divide(means, 2),
+        "interval": [interval] * 4,
+    }
+    expected |= {"difference": np.subtract(means, 1.7), "difference_interval": [0, *[margin] * 3]}
+    for name, values in expected.items():
+        assert [float(row[name]) for row in rows] == pytest.approx(values)
+    assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
+    assert (last["rank"], last["val_loss"], last["reason"]) == ("", "", 'out of\n"memory", c')
+
+
+def test_rows_of_unequal_seeds_rank_alike_in_both_units_and_every_run_has_a_line(tmp_path):
+    losses = {
+        "a": (1.0, 3.0, 5.0),
+        "b": (1.1, 3.1),
+        "c": (1.2, 3.2, 5.2),
+    }  # b has not the seed of the highest losses
+    for name, seeds in losses.items():
+        for seed, loss in enumerate(seeds):
+            run_folder(
+                tmp_path / f"{name}{seed}",
+                f"x={name}",
+                f"seed={seed}",
+                losses=(loss,),
+                bytes_per_token=2,
+            )
+    points = read_sweep(tmp_path)
+    for point in points:
+        point.totals["best_val_bits_per_byte"] = point.totals["best_val_loss"] / 2
+    ranking = ranked(points)
+    write_csv(tmp_path / "table.csv", *table_of_rows(ranking))
+    write_csv(tmp_path / "runs.csv", *table_of_runs(ranking))
+    lines = table(tmp_path / "table.csv")
+    assert [(line["x"], line["seeds"]) for line in lines] == [("a", "3"), ("b", "2"), ("c", "3")]
+    assert [float(line["val_bits_per_byte"]) for line in lines] == pytest.approx([1.5, 1.55, 1.6])
+    runs = [
+        (line["x"], int(line["seed"]), float(line["val_loss"]), line["folder"])
+        for line in table(tmp_path / "runs.csv")
+    ]
+    assert runs == [
+        (x, seed, loss, f"{tmp_path}/{x}{seed}")
+        for x in "abc"
+        for seed, loss in enumerate(losses[x])
+    ]
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path, capsys):
+    runs = {"bpe": (3.0, (4.0, 3.3, 3.6)), "char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.1))}
+    for name, (bytes_per_token, losses) in runs.items():
+        run_folder(
+            tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token
+        )
+    report([tmp_path])
+    output = capsys.readouterr().out
+    lines = [line.split()[:4] for line in output.splitlines() if "completed" in line]
+    bits = [f"{min(losses) / math.log(2) / size:.4f}" for size, losses in runs.values()]
+    assert [(name, loss) for _, name, *loss in lines] == [
+        ("bpe", ["3.3000", bits[0]]),
+        ("char", ["1.6000", bits[1]]),
+        ("byte", ["2.1000", bits[2]]),
+    ]
+    _, curves, params, _ = panels_of(read_sweep(tmp_path))
+    assert params.get_ylabel() == "best validation loss (bits per byte)"
+    np.testing.assert_allclose(
+        curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0
+    )
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_files_of_a_report_are_written_before_anything_is_printed(tmp_path, monkeypatch):
+    run_folder(tmp_path / "0", "seed=1")
+    closed = StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    with pytest.raises(ValueError, match="closed file"):
+        report([tmp_path])
+    assert {file.name for file in tmp_path.glob("*.*")} == FILES
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_the_answer_is_printed_also_where_files_cannot_be_written(tmp_path, capsys):
+    run_folder(tmp_path / "0", "seed=1")
+    with pytest.raises(NotADirectoryError):
+        report([tmp_path], out=tmp_path / "0/summary.json/out")
+    assert "\nbest     2.0000: " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_losses_over_different_parts_of_the_validation_split_are_not_ranked(tmp_path, capsys):
+    parts = [
+        f"{part} of text {text}"
+        for part in ("4 of 80 windows", "all 400 bytes")
+        for text in ("ab", "cd")
+    ]
+    shares = [{"validated_share": 0.05}, {"eval_batches": 4}, {"validated_share": 1.0}, {}]
+    for n, part in enumerate(parts):
+        run_folder(tmp_path / f"{n}", f"n={n}", validated=part, **shares[n])
+    report([tmp_path])
+    output = capsys.readouterr().out
+    found = "; ".join(f"{n}: {part}" for n, part in enumerate(parts))
+    assert (
+        f"different texts ({found}), so their losses are not comparable; eval_batches=null val"
+        in output
+    )
+    assert "best " not in output
+    assert [(row["rank"], row["val_loss"]) for row in table(tmp_path / "sweep.csv")] == [
+        ("", "2.0")
+    ] * 4
+
+
+RUNS = {  # by learning rate: the status and the best loss of each seed
+    "completed": [("completed", 3.0), ("completed", 3.2), ("completed", 3.1)],
+    "failed": [("completed", 2.0), ("completed", 2.1), ("failed", None)],
+    "running": [
+        ("completed", 1.9),
+        ("running", 1.7),
+        ("completed", 1.8),
+    ],  # validated, but not at its end
+    "unknown": [("completed", 2.7), ("completed", None), ("completed", 2.7)],
+    "repeated": [("completed", 4.0), ("skipped", None)],  # never to run
+    "diverged": [("failed", None), ("failed", None), ("failed", None)],
+}
+
+
+def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(printed):
+    points = [
+        Point(
+            Path(f"{rate}{seed}"),
+            {"lr": rate, "seed": str(seed)},
+            status,
+            totals={"best_val_loss": loss},
+        )
+        for rate, runs in RUNS.items()
+        for seed, (status, loss) in enumerate(runs)
+    ]
+    output = printed(points)
+    assert [" ".join(line.split()).split(" –")[0] for line in output.splitlines()[4:11]] == [
+        "1 completed 3.1000 (3 runs)",
+        "2 repeated 4.0000",
+        "3* running 1.8000 (3 runs)",
+        "4* failed 2.0500 (2 of 3 runs)",
+        "5* unknown 2.7000 (2 of 3 runs)",
+        "repeated",
+        "diverged",
+    ]
+    assert "best     3.1000 (3 runs): lr=completed\n" in output
+    assert "provisional" not in printed(points[:3])
+    # Also where no row has completed
+    assert "\n1* 2.0500" in re.sub(" +", " ", printed(points[3:6]))
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_as_text(
+    tmp_path, capsys
+):
+    evil = "\x1b[31m\x07\x9b1m\u202e<img src=x>![a](b)|`c`"
+    for name, reason in (("0", evil), ("1\x1b[2J", "")):
+        run_folder(
+            tmp_path / name,
+            f"text={evil}{name}",
+            f"{evil}=1{name}",
+            status=f"failed{evil}",
+            reason=reason,
+        )
+    (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n", encoding="utf-8")
+    code = f"!!python/object/apply:os.system [touch {tmp_path}/canary]"
+    (run_folder(tmp_path / "2") / ".hydra/overrides.yaml").write_text(code, encoding="utf-8")
+    report([tmp_path])
+    with pytest.raises(UserError) as raised:
+        report([tmp_path], along=evil)
+    out, err = capsys.readouterr()
+    assert r"\x1b[31m\x07\x9b1m\u202e" in out
+    text = (tmp_path / "sweep.md").read_text(encoding="utf-8")
+    for output in (out, err, str(raised.value), text):
+        assert [c for c in output if not c.isprintable() and c != "\n"] == []
+    assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
+    assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
+    assert not (tmp_path / "canary").exists()
+    # A file keeps what it is
+    assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name, layers, loss in (("a", "2", 2.0), ("b", "4", 1.0)):
+        fixed = [f"n_layer={layers}", "max_steps=20", "+note="]
+        folder = run_folder(tmp_path / name / "0", "lr=1", *fixed, losses=(loss,)).parent
+        settings = {"lr": 1, "n_layer": int(layers), "max_steps": 20, "note": ""}
+        write_plan(folder, fixed, [Point(folder / "0", {"lr": "1"}, settings=settings)])
+    run_folder(
+        tmp_path / "c/0",
+        "dropout=0.1",
+        "max_steps=20",
+        "+note=",
+        "logger=wandb",
+        "resume=auto",
+        losses=(1.5,),
+    )
+    folders = [
+        tmp_path / "a",
+        tmp_path / "b",
+        tmp_path / "c",
+        tmp_path / "a/0",
+    ]  # a run of them twice
+    report(folders)
+    assert list(Path.cwd().iterdir()) == []
+    output = capsys.readouterr().out
+    assert output.endswith("set --out FOLDER to write the table and the plot of several folders\n")
+    assert [line.split()[:5] for line in output.splitlines() if "completed" in line] == [
+        ["1", "1", "4", "default", "1.0000"],
+        ["2", "default", "default", "0.1", "1.5000"],
+        ["3", "1", "2", "default", "2.0000"],
+    ]
+    report(folders, out=Path("out"))
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    assert [Path(row["folder"]).parts[-2:] for row in table("out/runs.csv")] == [
+        ("b", "0"),
+        ("c", "0"),
+        ("a", "0"),
+    ]
+    assert Path("out/sweep.md").read_text(encoding="utf-8").startswith("# 4 sweeps\n")
+    report([tmp_path / "a/0", tmp_path / "c/0"], out=Path("runs"))
+    assert Path("runs/sweep.md").read_text(encoding="utf-8").startswith("# 2 runs\n")
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_of_80_columns_has_a_line_per_row(columns, monkeypatch, printed):
+    """The table drops what the files have too, and breaks no header."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shape = {"model.n_head": "248", "model.n_embd": ["64", "128", "256"], "seed": "123"}
+    points = points_of(
+        shape, lambda head, embd, seed: 1.5 + int(head) / 100 - int(embd) / 1000 + int(seed) / 500
+    )
+    header, _, *lines = re.sub(r"\x1b\[[\d;]*m", "", printed(points)).split("\n\n")[1].splitlines()
+    assert len(lines) == 9
+    assert max(map(len, [header, *lines])) <= columns
+    assert re.split("  +", header.strip())[:5] == [
+        "#",
+        "n_head",
+        "n_embd",
+        "val loss",
+        "from the best",
+    ]
+    assert ("status" in header) == (columns == 200)
+
+
+def test_a_report_along_a_setting_to_another_folder_does_not_change_the_sweep(
+    tmp_path, monkeypatch
+):
+    plotted = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, **_: (path.touch(), plotted.append(figure))
+    )
+    grid(tmp_path / "sweep")
+    write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
+    report([tmp_path / "sweep"], out=tmp_path / "a/b", along="n_embd")
+    assert {path.name for path in (tmp_path / "a/b").iterdir()} == FILES
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
+    assert plotted[0].axes[0].get_xlabel() == "model.n_embd"
+    for rate in ("1", "2"):
+        run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")
+    for name, meant in (("lr", ""), ("optimizer.lt", r" \(did you mean optimizer\.lr\?\)")):
+        with pytest.raises(UserError, match=rf"{meant}; use one of: optimizer\.lr, other\.lr"):
+            report([tmp_path / "two"], along=name)
