@@ -22,7 +22,9 @@ from minigpt.extras.playground.history import read_samples
 from minigpt.runs.run_dir import PLAN, read_summary
 from minigpt.runs.trainer import instantiate_group
 from minigpt.runs.wandb_logger import sync_command, wandb_logger
+from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import publish
+from minigpt.sweeps.results import Point
 from minigpt.utils.signals import Interrupted
 
 UNKNOWN = (
@@ -311,14 +313,13 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
     wandb.log({"before": 1})
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / PLAN).touch()
-    for name in ("sweep.csv", "runs.csv"):
-        (tmp_path / "sweep" / name).write_text("lr,val loss\n0.1,2\n")
     Image.new("RGB", (1, 1)).save(tmp_path / "sweep/sweep.png")
     for folder in ("first", "second"):
         train("logger=wandb", "max_steps=2", "logger.wandb.project=fox", folder=tmp_path / folder)
         assert wandb.run is mine
     noted = composed("logger=wandb", r"+logger.wandb.notes='of \${seed}'")
-    publish(tmp_path / "sweep", ["Fox wins."], noted.logger.wandb)
+    points = [Point(tmp_path / "sweep/0", {"lr": "0.1"}, "completed")]
+    publish(tmp_path / "sweep", ranked(points), noted.logger.wandb)
     assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {
         "WANDB_SERVICE"
     }

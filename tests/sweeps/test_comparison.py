@@ -36,15 +36,15 @@ def test_the_interval_of_one_row_is_that_of_a_t_test():
 @pytest.mark.parametrize(
     ("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)]
 )  # rows with all seeds
-def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
+def test_of_1000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
     rng, found = np.random.default_rng(1), []
-    for _ in range(2000):
+    for _ in range(1000):
         losses = synthetic(rng, np.zeros(9), of_seed=of_seed)
         losses[complete:, 1:] = np.nan
         comparison = compare(losses)
         difference, margin = comparison.against(int(np.argmin(comparison.means)))
         found.append((difference > margin).any())
-    assert 0.005 < np.mean(found) <= 0.05
+    assert 0.003 < np.mean(found) <= 0.05
 
 
 def test_without_an_estimate_of_the_noise_there_is_no_comparison():
@@ -71,7 +71,7 @@ def test_a_noisy_row_has_the_interval_of_its_own_noise():
 def test_a_difference_of_7_times_the_noise_between_seeds_is_found_in_95_percent():
     rng, found, means = np.random.default_rng(3), [], np.zeros(9)
     means[0] = -7 * NOISE
-    for _ in range(500):
+    for _ in range(200):
         difference, margin = compare(synthetic(rng, means)).against(0)
         found.append(difference[1] > margin[1])
     assert np.mean(found) >= 0.95

@@ -3,12 +3,13 @@
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from small_runs import CONFIGS
 
 from minigpt.sweeps.results import (
@@ -22,7 +23,7 @@ from minigpt.utils.errors import UserError
 
 
 def singles(sweeper, line):
-    """The distinct configurations of the single command lines that a line with values between `|` stands for."""
+    """The distinct configurations of single command lines: a line with values between `|`."""
     axes = [
         [f"{key}{sep}{value}" for value in values.split("|")]
         for key, sep, values in (s.partition("=") for s in line)
@@ -45,41 +46,61 @@ def plain(function, *args):
         return str(error)
 
 
+def composed_job(sweeper, overrides):
+    """The configuration of a job, as its own process composes it."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        line = [*sweeper.cfg.hydra.overrides.hydra, *overrides]
+        config = compose("train", line, return_hydra_config=True)
+    folder = Path(config.hydra.run.dir)
+    assert (folder / "summary.json").exists()
+    # Of Hydra's own launcher
+    assert folder == Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)
+    return config
+
+
+def without_hydra(config):
+    with open_dict(config):
+        del config["hydra"]
+    return config
+
+
 LONG = "a/../b" * 50
 
 
 LINES = {
     "lists, dicts and one value": [
-        *(
-            "optimizer.betas=[0.9,0.95]|[0.8,0.9]",
-            "model.n_kv_head=1",
-            "callbacks.samples={seed:1}",
-        ),
+        "optimizer.betas=[0.9,0.95]|[0.8,0.9]",
+        "model.n_kv_head=1",
+        "callbacks.samples={seed:1}",
     ],
     "a group and values that it sets or lacks": [
-        *(
-            "trainer=cpu|auto",
-            "trainer.gradient_clip_val=null|1",
-            "+trainer.benchmark=true",
-            "tokenizer=char",
-        ),
+        "trainer=cpu|auto",
+        "trainer.gradient_clip_val=null|1",
+        "+trainer.benchmark=true",
+        "tokenizer=char",
     ],
     "strings": [f"data.field='1: the'|1-the|\"it's\"|'x=1,y'|'7'|7|'null'|'[fox]'|{LONG}1|{LONG}2"],
-    "a value after a dict that holds it": [
+    "dicts after a group, and a value after a dict that holds it": [
+        "optimizer=muon",
+        "optimizer={lr:0.01}|{lr:0.02}",
         "model={n_embd:64,n_layer:1}|{n_layer:2}",
         "model.n_embd=32",
     ],
-    "a deleted and an added value": ["~callbacks.samples.seed", "+callbacks.samples.seed=3|4"],
-    "values, of which the last wins": [
+    "values and choices, of which the last wins": [
         "seed=1|2",
         "seed=3|4",
         "model.dropout=0.1",
         "++model.dropout=0.3",
+        "schedule=cosine|linear",
+        "schedule=constant",
     ],
     "numbers": ["++optimizer.weight_decay=0|0.0|1e-8|1_000"],
-    "interpolations": ["model.dropout=${optimizer.weight_decay}|0.2", "experiment=nanogpt_cpu"],
-    "a group and dicts of it": ["optimizer=muon", "optimizer={lr:0.01}|{lr:0.02}"],
-    "a choice, of which the last wins": ["schedule=cosine|linear", "schedule=constant", "seed=1|2"],
+    "interpolations, a deleted and an added value": [
+        "model.dropout=${optimizer.weight_decay}|0.2",
+        "experiment=nanogpt_cpu",
+        "~callbacks.samples.seed",
+        "+callbacks.samples.seed=3",
+    ],
 }
 
 
@@ -94,25 +115,24 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     names = [point.folder.name for point in points]
     assert len(set(names)) == len(names)
     assert all(len(name.encode()) < 200 and re.fullmatch(r"[\w.,=+-]+", name) for name in names)
-    jobs = {
-        name: plain(lambda config: config, config)
-        for name, config in sweeper.engine.by_folder.items()
-    }
-    assert jobs == {
-        point.folder.name: config
-        for point, config in zip(points, expected, strict=True)
-        if point.status != SKIPPED
-    }
+    # The first and the last job compose it, too
+    by_folder = dict(zip(names, expected, strict=True))
+    jobs = [*itertools.chain(*sweeper.engine.batches)]
+    assert len(jobs) == sum(point.status != SKIPPED for point in points)
+    for overrides in (jobs[0], jobs[-1]):
+        config = composed_job(sweeper, overrides)
+        assert by_folder[Path(config.hydra.run.dir).name] == plain(without_hydra, config)
     read = read_sweep(sweeper.folder)
     # A report separates them, too
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)
 
 
 def test_a_sweep_over_groups_takes_none(plan, tmp_path):
-    without, with_ = plan("callbacks=null,default").engine.configs
-    assert ([*without.callbacks.values()], with_.callbacks.checkpoint.save_top_k) == ([None] * 3, 1)
-    without, with_ = plan("debug=None,fast", folder=tmp_path / "debug").engine.configs
-    assert (without.max_steps, with_.max_steps) == (1000, 5)
+    without, with_ = plan("callbacks=null,default").engine.ran
+    assert {value for key, value in without.items() if key.startswith("callbacks.")} == {None}
+    assert with_["callbacks.checkpoint.save_top_k"] == 1
+    without, with_ = plan("debug=None,fast", folder=tmp_path / "debug").engine.ran
+    assert (without["max_steps"], with_["max_steps"]) == (1000, 5)
 
 
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
@@ -137,9 +157,8 @@ def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_setting
         {"model.n_embd": "32"},
         {"model.n_embd": "64"},
     ]
-    assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {
-        (2, 300)
-    }
+    ran = sweeper.engine.ran
+    assert [(each["model.n_head"], each["max_steps"]) for each in ran] == [(2, 300)] * 2
 
 
 def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_pairs(
@@ -197,6 +216,6 @@ def test_a_sweep_may_have_any_folder_and_leaves_the_names_for_weights_and_biases
 ):
     name = "it's a b, c=[$HOME] é"
     sweeper = plan("seed=1,2", "logger=wandb", "logger.wandb.name=same", folder=tmp_path / name)
-    config = sweeper.engine.configs[1]
+    config = composed_job(sweeper, sweeper.engine.batches[0][1])
     assert (config.logger.wandb.name, config.logger.wandb.group) == ("same", None)
     assert sweeper.points[1].folder == tmp_path / name / "seed=2"

@@ -25,7 +25,7 @@ def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(p
     after = plan(
         "optimizer.lr=choice(0.1,1e-2,1e-3)", "logger=tensorboard", "resume=auto", folder=latest
     )
-    assert [config.optimizer.lr for config in after.engine.configs] == [0.1]  # and nothing else ran
+    assert [ran["optimizer.lr"] for ran in after.engine.ran] == [0.1]  # and nothing else
     kept = {(point.identity, point.folder.name) for point in after.points}
     assert {(point.identity, point.folder.name) for point in before if not point.reason} < kept
     assert [point.status for point in after.points] == [COMPLETED] * 3
@@ -38,7 +38,7 @@ def test_a_number_in_another_notation_is_the_same_point(plan):
     assert [point.settings["max_steps"] for point in before] == [1000, 2000, 1000]
     after = plan("max_steps=2000,3000", "data.batch_size=4", "resume=auto")
     # The other point is completed
-    assert [config.max_steps for config in after.engine.configs] == [3000]
+    assert [ran["max_steps"] for ran in after.engine.ran] == [3000]
     read = read_sweep(after.folder)
     assert {repr(point.value("max_steps")) for point in read if point.status == COMPLETED} == {
         "1000",
@@ -52,9 +52,7 @@ def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):
     plan("model.n_head=2,4", "model.n_embd=32,64")
     further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
     longest_first = [(128, 1337), (128, 1338), (64, 1338)]
-    assert [
-        (config.model.n_embd, config.seed) for config in further.engine.configs
-    ] == longest_first
+    assert [(ran["model.n_embd"], ran["seed"]) for ran in further.engine.ran] == longest_first
     points = [[*point.overrides.values()] for point in read_plan(further.folder)[1]]
     ran_before = [["2", "32"], ["2", "64", "1337"], ["4", "32"], ["4", "64"]]
     assert sorted(points) == sorted(
@@ -89,8 +87,8 @@ def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(
     monkeypatch.setenv("LR", "0.002")
     plan(*line, "seed=1,2")
     sweeper = plan(*line, "seed=1,2,3")
-    (job,) = sweeper.engine.configs
-    assert (job.seed, job.optimizer.lr) == (3, 0.002)
+    (ran,) = sweeper.engine.ran
+    assert (ran["seed"], ran["optimizer.lr"]) == (3, 0.002)
     (row,) = ranked(read_sweep(sweeper.folder)).rows
     assert [point.value("optimizer.lr") for point in row.points] == [0.002] * 3
     monkeypatch.setenv("LR", "0.2")
@@ -147,7 +145,7 @@ def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
             file.read_text(encoding="utf-8").replace(name, f"{long}{i}"), encoding="utf-8"
         )
     resumed = plan(*line, "resume=auto")
-    assert [config.seed for config in resumed.engine.configs] == [1, 2]
+    assert [ran["seed"] for ran in resumed.engine.ran] == [1, 2]
     assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
     assert plan(*line, "resume=auto").engine.launches == []
 

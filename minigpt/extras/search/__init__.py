@@ -1,1 +1,1 @@
-"""Sweeps that choose their points by the losses of earlier ones, and launchers of clusters."""
+"""Sweeps that choose or prune their points by earlier losses, and launchers of clusters."""
