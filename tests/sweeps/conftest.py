@@ -23,7 +23,8 @@ def plan(text, tmp_path, monkeypatch):
     """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
     for name in ("report", "publish"):  # the plot takes longer than the rest
         monkeypatch.setattr(f"minigpt.sweeps.report.{name}", lambda *_, **__: None)
-    compose, composed = Composer.compose, {}
+    compose = Composer.compose
+    composed = {}
 
     def compose_once(composer, values):
         line = (os.environ.get("LR"), *composer.overrides(values))

@@ -1,4 +1,4 @@
-"""A callback that holds a run of a sweep until it gets a signal; worker processes import this file."""
+"""A callback that holds a run of a sweep until it gets a signal; worker processes import it."""
 
 import os
 import time
@@ -11,17 +11,22 @@ from minigpt.utils.files import atomic_write
 
 
 class Hold(Callback):
-    """Hold the run that the file `hold` beside the sweep names from step 12 on, and write its process into `held`."""
+    """Hold a run from step 12 on, and write its process into `held`.
+
+    The file `hold` beside the sweep names it.
+    """
 
     def on_train_batch_end(self, trainer, *_):
         run = Path(trainer.default_root_dir)
-        hold, held = run.parents[1] / "hold", run.parents[1] / "held"
+        hold = run.parents[1] / "hold"
+        held = run.parents[1] / "held"
         if (
             trainer.global_step >= 12
             and hold.exists()
             and hold.read_text(encoding="utf-8") == run.name
         ):
-            (shutdown,) = (each for each in trainer.callbacks if isinstance(each, GracefulShutdown))  # type: ignore[attr-defined]
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            (shutdown,) = (each for each in callbacks if isinstance(each, GracefulShutdown))
             with atomic_write(held) as partial:
                 partial.write_text(str(os.getpid()), encoding="utf-8")
             while shutdown.received is None:

@@ -27,13 +27,12 @@ def run_folder(
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     steps = 10 * len(losses)
     lines = [
-        "step,tokens,seconds,train_loss,val_loss,val_bits_per_byte,tokens_per_second,flops_per_second"
+        "step,tokens,seconds,train_loss,val_loss,val_bits_per_byte,"
+        "tokens_per_second,flops_per_second"
     ]
     for step, loss in zip(range(10, steps + 1, 10), losses, strict=True):
-        tokens, bits = (
-            step * TOKENS,
-            loss / math.log(2) / bytes_per_token if bytes_per_token else "",
-        )
+        tokens = step * TOKENS
+        bits = loss / math.log(2) / bytes_per_token if bytes_per_token else ""
         lines.append(
             f"{step},{tokens},{tokens / speed},{loss + 0.1},,,{speed},{6 * params * speed}"
         )
@@ -71,10 +70,8 @@ def points_of(shape, loss, **values):
         totals |= {
             name: value(*chosen) if callable(value) else value for name, value in values.items()
         }
-        status, curve = (
-            totals.pop("status", "completed"),
-            () if best is None else ((100, best + 1), (200, best)),
-        )
+        status = totals.pop("status", "completed")
+        curve = () if best is None else ((100, best + 1), (200, best))
         overrides = dict(zip(shape, chosen, strict=True))
         points.append(
             Point(Path("sweep", f"{len(points)}"), overrides, status, totals=totals, curve=curve)

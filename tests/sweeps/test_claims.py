@@ -1,4 +1,4 @@
-"""Every sentence about a sweep is checked against the truth from which the sweep was constructed."""
+"""Every sentence about a sweep is checked against the truth from which it was constructed."""
 
 import re
 from pathlib import Path
@@ -33,10 +33,12 @@ class Constructed:
         self.true = self.true + (
             size(rng) * rng.normal(size=levels) if kind == "interaction" else np.zeros(levels)
         )
-        noise, odd = np.full(levels, NOISE), tuple(map(rng.integers, levels))
+        noise = np.full(levels, NOISE)
+        odd = tuple(map(rng.integers, levels))
         noise[odd] *= 5 if kind == "one noisy row" else 1
         self.diverged = odd if kind == "diverged rows" else None
-        of_seed, points = size(rng) * rng.normal(size=3), []
+        of_seed = size(rng) * rng.normal(size=3)
+        points = []
         for place in np.ndindex(*levels):
             for seed in range(3):
                 missing = kind == "missing runs" and rng.random() < 0.1
@@ -79,10 +81,8 @@ class Constructed:
         raise AssertionError(f"a sentence without a check: {sentence}")
 
     def lowest(self, of, loss, label, seeds, rest):
-        best, provisional = (
-            self.rows[0],
-            [row for row in self.rows if row.provisional and row.losses],
-        )
+        best = self.rows[0]
+        provisional = [row for row in self.rows if row.provisional and row.losses]
         assert (best.label(), len(best.losses)) == (label, int(seeds))
         assert (f"{best.loss:.4f}", of == "The") == (loss, not provisional)
         worse = [row for row in self.compared[1:] if not row.tied]
@@ -143,14 +143,17 @@ class Constructed:
         return len(self.compared) < self.true.size
 
     checks = {
-        rf"(The|Of the rows whose runs all completed, the) lowest mean loss is {NUMBER} nats per token: (.*) "
+        r"(The|Of the rows whose runs all completed, the) lowest mean loss is "
+        rf"{NUMBER} nats per token: (.*) "
         r"\((\d) seeds?\)\. (.*)": lowest,
         rf"(\w+) matters: (\S+) is better than (\S+) by {NUMBER} ± {NUMBER}(?: on average)?"
         r"(?:; it is the (\w+) value, so the best may lie beyond)?(?:; but (.*))?\.": matters,
         r"(\w+) matters, but no effect on average is found: (.*)\.": at_places,
-        rf"No effect of (\w+) is found: (.*) differ by less than {NUMBER}(?: on average)?; more seeds .*": no_effect,
+        rf"No effect of (\w+) is found: (.*) differ by less than {NUMBER}(?: on average)?; "
+        r"more seeds .*": no_effect,
         rf"Differences from the best row below {NUMBER} are within the noise\.": within_noise,
-        rf"If losses fell on as in the last third of the training, (.*) would be at {NUMBER} after another third, "
+        rf"If losses fell on as in the last third of the training, (.*) would be at {NUMBER} "
+        r"after another third, "
         rf"and the best row at {NUMBER}: longer runs may rank it first\.": falling,
         r"1 row diverged: not compared\.": lambda self: self.diverged is not None,
         r"Of (\d+) runs, (\d+) failed: rows without all their runs are not compared\.": counts,
@@ -167,7 +170,8 @@ def size(rng):
 
 def false_claims(kind, n, seed=0):
     """The share of n random sweeps with a false sentence."""
-    rng, found = np.random.default_rng([seed, KINDS.index(kind)]), 0
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    found = 0
     for _ in range(n):
         sweep = Constructed(kind, rng)
         found += not all(map(sweep.check, answer(sweep.table)))

@@ -37,7 +37,8 @@ def test_the_interval_of_one_row_is_that_of_a_t_test():
     ("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)]
 )  # rows with all seeds
 def test_of_1000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
-    rng, found = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    found = []
     for _ in range(1000):
         losses = synthetic(rng, np.zeros(9), of_seed=of_seed)
         losses[complete:, 1:] = np.nan
@@ -48,10 +49,8 @@ def test_of_1000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(o
 
 
 def test_without_an_estimate_of_the_noise_there_is_no_comparison():
-    one_seed, no_common_seed = (
-        [[2.0], [2.1]],
-        [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]],
-    )
+    one_seed = [[2.0], [2.1]]
+    no_common_seed = [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]]
     nothing_left = [[2.0, 2.1], [2.2, np.nan]]
     assert {compare(np.array(losses)) for losses in (one_seed, no_common_seed, nothing_left)} == {
         None
@@ -69,7 +68,9 @@ def test_a_noisy_row_has_the_interval_of_its_own_noise():
 
 
 def test_a_difference_of_7_times_the_noise_between_seeds_is_found_in_95_percent():
-    rng, found, means = np.random.default_rng(3), [], np.zeros(9)
+    rng = np.random.default_rng(3)
+    found = []
+    means = np.zeros(9)
     means[0] = -7 * NOISE
     for _ in range(200):
         difference, margin = compare(synthetic(rng, means)).against(0)

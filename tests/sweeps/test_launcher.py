@@ -1,4 +1,4 @@
-"""Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
+"""Launchers: cores and GPUs per worker, jobs on several devices, submitit, agents of W&B."""
 
 import os
 import pickle
@@ -94,14 +94,21 @@ def test_without_an_environment_variable_gpus_are_those_of_the_machine(monkeypat
 
 
 class TwoJobs(Joblib):
-    """Two jobs at a time, which run until they were stopped so often; signals arrive when the second one starts."""
+    """Two jobs at a time, which run until they were stopped so often.
+
+    Signals arrive when the second one starts.
+    """
 
     most_jobs = 2
 
     def __init__(self, signums, stops):
-        self.executors, self.configure = [], lambda *_: None
-        self.signums, self.needed = signums, stops
-        self.submitted, self.stops, self.ended = [], [], []
+        self.executors = []
+        self.configure = lambda *_: None
+        self.signums = signums
+        self.needed = stops
+        self.submitted = []
+        self.stops = []
+        self.ended = []
         self.on_end = lambda *ended: self.ended.append(ended)
 
     def start(self, jobs):
@@ -155,7 +162,8 @@ def test_jobs_print_in_utf_8_whatever_the_encoding_of_the_terminal_is(tmp_path, 
             printed.append(
                 subprocess.check_output([sys.executable, "-c", r"print('\u20bd \udcff', end='')"])
             )
-            (done := Future()).set_result(None)
+            done = Future()
+            done.set_result(None)
             return done
 
     launcher = Printing([], 0)
@@ -194,7 +202,11 @@ hydra:
   launcher: {n_jobs: 1}
 """,
     "mine/mytrain.yaml": "defaults: [train, _self_]\nseed: 77\nhydra:\n  searchpath: [more]\n",
-    "more/optimizer/adamw.yaml": "_target_: minigpt.training.optim.adamw\nlr: 0.1\nweight_decay: 0\nbetas: [0.5, 0.75]\n",
+    "more/optimizer/adamw.yaml": """_target_: minigpt.training.optim.adamw
+lr: 0.1
+weight_decay: 0
+betas: [0.5, 0.75]
+""",
 }
 OWN_LINE = [
     "-cd",
@@ -216,7 +228,7 @@ def own_files(tmp_path):
 
 
 def check_jobs_of_own_files(sweep):
-    """Check that each job of `OWN_LINE` was composed of what its point was checked with, the user's files."""
+    """Each job of `OWN_LINE` was composed of the user's files that its point was checked with."""
     points = read_plan(sweep)[1]
     assert [point.status for point in map(refresh, points)] == [COMPLETED] * 2
     for point, ema_decay in zip(points, (0.5, 0.25), strict=True):
@@ -226,7 +238,8 @@ def check_jobs_of_own_files(sweep):
             [0.5, 0.75],
             ema_decay,
         )
-        recorded, composed = point.settings, relevant_settings(config)
+        recorded = point.settings
+        composed = relevant_settings(config)
         assert recorded.keys() == composed.keys()
         assert all(
             repr(recorded[key]) == repr(value) or "${" in str(value)
@@ -243,7 +256,7 @@ def check_jobs_of_own_files(sweep):
 
 @pytest.mark.usefixtures("own_files")
 def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, monkeypatch):
-    """With files of the user, which change when the first job has started, and with an environment of the jobs."""
+    """Files of the user change when the first job has started; jobs have an environment."""
     jobs = []
 
     def run(self, job):
@@ -255,7 +268,8 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
         jobs.append(pickle.loads(pickle.dumps(job)))
         jobs[-1]()
         assert "RATE" not in os.environ
-        (done := Future()).set_result(None)
+        done = Future()
+        done.set_result(None)
         return done
 
     monkeypatch.delenv("RATE", raising=False)
@@ -278,7 +292,8 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
 
     def run(self, job):
         jobs.append(job.cfg.hydra)
-        (done := Future()).set_result(None)
+        done = Future()
+        done.set_result(None)
         return done
 
     monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)

@@ -1,4 +1,4 @@
-"""Successive halving: which points continue after a rung, with a fake launcher, and in a real sweep."""
+"""Successive halving: which points continue after a rung."""
 
 import math
 import re
@@ -17,11 +17,12 @@ from minigpt.utils.errors import RunError, UserError
 
 PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 5, 10 and 20
 RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128", "0.256"]
-NINE, THREE = f"optimizer.lr={','.join(RATES)}", f"optimizer.lr={','.join(RATES[:3])}"
+NINE = f"optimizer.lr={','.join(RATES)}"
+THREE = f"optimizer.lr={','.join(RATES[:3])}"
 
 
 def crossing(settings, step):
-    """The higher the rate, the faster the loss falls; the second best has the lowest loss, at step 15."""
+    """The higher the rate, the faster the loss falls; the second best is lowest at step 15."""
     lucky = settings["optimizer.lr"] == "0.128" and step == 15
     return 1.0 if lucky else 5 - 0.01 * RATES.index(settings["optimizer.lr"]) * step
 
@@ -39,7 +40,8 @@ def ends(folder):
 def test_the_best_two_fifths_continue_after_each_rung_and_without_pruning_all_complete(
     plan, capsys
 ):
-    sweeper = plan(NINE, *PRUNED, engine=(engine := Engine(crossing)))
+    engine = Engine(crossing)
+    sweeper = plan(NINE, *PRUNED, engine=engine)
     expected = [
         (names(*RATES), 5),
         (names(*RATES[-4:]), 10),
@@ -58,27 +60,40 @@ def test_the_best_two_fifths_continue_after_each_rung_and_without_pruning_all_co
     assert re.search(
         r"1 +0\.256 +1\.8000 .* completed .*\n2\* +0\.128 +1\.0000 .* paused at step 20 *\n", out
     )
-    plan(
-        NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Engine(crossing))
-    )
+    rest = Engine(crossing)
+    plan(NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=rest)
     assert rest.launches == [dict.fromkeys(names(*RATES[:-1]), 40)]
     assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
 
 
-def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan):
-    losses = {
-        "0.1": (1.0, 5.2),
-        "0.2": (2.0, 2.2),
-        "0.3": (3.0, 3.0),
-    }  # the lowest loss has not the lowest mean
-    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
-    plan("optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
-    both = {rate: [f"lr={rate},seed={seed}" for seed in (0, 1)] for rate in losses}
-    assert [[*launch] for launch in engine.launches[1:]] == [
-        both["0.2"] + both["0.3"],
-        both["0.2"],
-        both["0.2"],
-    ]
+SEARCH = ["hydra/sweeper=optuna", "hydra.sweeper.batch=3", "hydra.sweeper.n_trials=3"]
+
+
+def of_seeds(losses):
+    """An engine whose losses are those of each rate and seed, at every step."""
+    return Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+
+
+@pytest.mark.parametrize("search", [[], SEARCH], ids=["grid", "search"])
+def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan, search):
+    # The lowest loss has not the lowest mean
+    engine = of_seeds({"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)})
+    sweeper = plan(*search, "optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
+    both = {rate: {f"lr={rate},seed={seed}" for seed in (0, 1)} for rate in ("0.2", "0.3")}
+    continued = [{*launch} for launch in engine.launches[1:]]
+    assert continued == [both["0.2"] | both["0.3"], both["0.2"], both["0.2"]]
+    ended = {point.written["optimizer.lr"]: point.totals["steps"] for point in sweeper.points}
+    assert ended == {"0.1": 5, "0.2": 40, "0.3": 10}
+
+
+def test_a_seed_that_is_added_continues_by_the_mean_of_its_row_and_waits_for_no_other(plan):
+    engine = of_seeds({"0.1": (1.0, 9.0), "0.2": (2.0, 2.0), "0.3": (2.5,)})
+    plan("optimizer.lr=0.1,0.2,0.3", "seed=0", *PRUNED, engine=engine)  # 0.2 pauses at step 10
+    assert [*engine.launches[1]] == ["lr=0.1", "lr=0.2"]
+    engine.launches.clear()
+    plan("optimizer.lr=0.1,0.2", "seed=choice(1)", *PRUNED, "resume=auto", engine=engine)
+    assert {*engine.launches[1]} == {"lr=0.2,seed=1"}
+    assert engine.launches[-1] == {"lr=0.2,seed=1": 40}
 
 
 def test_a_failed_point_takes_no_place(plan):
@@ -131,7 +146,8 @@ def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_contin
             plan(THREE, *PRUNED, engine=Engine(crossing, jobs), folder=folder)
         plan(THREE, *PRUNED, "resume=auto", engine=Engine(crossing), folder=folder)
         assert ends(folder) == expected, jobs
-    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Engine(crossing)), folder=folder)
+    larger = Engine(crossing)
+    plan(NINE, *PRUNED, "resume=auto", engine=larger, folder=folder)
     assert [launch.keys() for launch in larger.launches[:2]] == [
         names(*RATES[3:]),
         names(*RATES[-4:]),
@@ -151,30 +167,12 @@ def test_points_that_are_added_are_compared_with_all_points_of_the_folder(plan):
     ]
 
 
-def test_a_seed_that_is_added_continues_by_the_mean_of_its_row(plan):
-    losses = {"0.1": (1.0, 9.0), "0.2": (2.0, 2.0), "0.3": (2.5,)}
-    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
-    plan("optimizer.lr=0.1,0.2,0.3", "seed=0", *PRUNED, engine=engine)
-    assert [*engine.launches[1]] == ["lr=0.1", "lr=0.2"]
-    engine.launches.clear()
-    plan("optimizer.lr=0.1,0.2", "seed=choice(1)", *PRUNED, "resume=auto", engine=engine)
-    assert [{*launch} for launch in engine.launches][1] == {"lr=0.2,seed=1"}
-
-
-def test_a_seed_that_is_added_does_not_wait_for_one_that_stays_behind(plan):
-    losses = {"0.1": (1.0, 9.0), "0.2": (2.0, 2.0), "0.3": (2.5, 2.5)}
-    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
-    plan("optimizer.lr=0.1,0.2,0.3", "seed=0", *PRUNED, engine=engine)  # 0.2 pauses at step 10
-    engine.launches.clear()
-    plan("optimizer.lr=0.1,0.2", "seed=choice(1)", *PRUNED, "resume=auto", engine=engine)
-    assert engine.launches[-1] == {"lr=0.2,seed=1": 40}
-
-
 def test_points_that_are_added_to_a_sweep_without_pruning_are_compared_with_its_completed_ones(
     plan,
 ):
     plan("optimizer.lr=0.1,0.2", "max_steps=40", "eval_every=5", engine=Engine(lambda *_: 1.0))
-    plan("optimizer.lr=0.3", *PRUNED, "resume=auto", engine=(later := Engine(lambda *_: 2.0)))
+    later = Engine(lambda *_: 2.0)
+    plan("optimizer.lr=0.3", *PRUNED, "resume=auto", engine=later)
     assert later.launches == [{"lr=0.3": 5}]
 
 
@@ -208,24 +206,6 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     assert ends(tmp_path / "killed") == expected
     plan(*search, "hydra.sweeper.prune=false", "resume=auto", engine=Engine(valley))
     assert ends(tmp_path / "sweep") == dict.fromkeys(expected, ("completed", 40))
-
-
-def test_a_search_prunes_all_seeds_of_a_trial_by_their_mean_loss(plan):
-    rates = ["0.1", "0.2", "0.3"]
-    losses = {
-        "0.1": (1.0, 5.2),
-        "0.2": (2.0, 2.2),
-        "0.3": (3.0, 3.0),
-    }  # the lowest loss has not the lowest mean
-    search = ["hydra/sweeper=optuna", f"optimizer.lr={','.join(rates)}", "seed=0,1", *PRUNED]
-    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
-    sweeper = plan(*search, "hydra.sweeper.batch=3", "hydra.sweeper.n_trials=3", engine=engine)
-    assert len(engine.launches) == 4
-    names_of = {rate: {f"lr={rate},seed={seed}" for seed in (0, 1)} for rate in rates}
-    expected = [names_of["0.2"] | names_of["0.3"], names_of["0.2"], names_of["0.2"]]
-    assert [{*launch} for launch in engine.launches[1:]] == expected
-    paused = {point.written["optimizer.lr"]: point.totals["steps"] for point in sweeper.points}
-    assert paused == {"0.1": 5, "0.2": 40, "0.3": 10}
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def test_runs_are_one_row_if_and_only_if_their_resolved_settings_without_the_see
 ):
     monkeypatch.setenv("LR", "0.002")
     default = composed()
-    rows, resolved = {}, {}
+    rows = {}
+    resolved = {}
     for name, change in VARIANTS.items():
         cfg = default.copy()
         for key, value in change.items():
@@ -147,7 +148,7 @@ def test_what_is_of_one_run_splits_no_row_and_no_password_is_written(monkeypatch
 def test_rates_of_the_environment_are_those_that_a_run_was_trained_with(
     train, tmp_path, monkeypatch
 ):
-    for seed, rate in enumerate(("0.002", "0.2", "0.002")):
+    for seed, rate in enumerate(("0.002", "0.2")):
         monkeypatch.setenv("LR", rate)
         given = [
             "optimizer.lr='${oc.decode:${oc.env:LR}}'",
@@ -161,7 +162,7 @@ def test_rates_of_the_environment_are_those_that_a_run_was_trained_with(
         row.value("optimizer.lr"): [point.seed for point in row.points]
         for row in ranked(points).rows
     }
-    assert of_rate == {"0.002": ["0", "2"], "0.2": ["1"]}
+    assert of_rate == {"0.002": ["0"], "0.2": ["1"]}
     assert {row.label() for row in ranked(points).rows} == {"lr=0.002", "lr=0.2"}
 
 

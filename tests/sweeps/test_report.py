@@ -33,8 +33,10 @@ def grid(folder):
 
 
 def intervals(losses):
-    """Half of the interval of a mean over seeds, and of a difference of two means; losses (rows, seeds)."""
-    (rows, seeds), of_row, of_seed = losses.shape, losses.mean(1, keepdims=True), losses.mean(0)
+    """Half of the interval of a mean over seeds, and of a difference; losses (rows, seeds)."""
+    (rows, seeds) = losses.shape
+    of_row = losses.mean(1, keepdims=True)
+    of_seed = losses.mean(0)
     noise = np.sum((losses - of_row - of_seed + losses.mean()) ** 2) / ((rows - 1) * (seeds - 1))
     parts = np.array([of_seed.var(ddof=1), (rows - 1) * noise / rows])
     freedom = parts.sum() ** 2 / np.sum(parts**2 / [seeds - 1, (rows - 1) * (seeds - 1)])
@@ -53,10 +55,8 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
     header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
     # max_steps is shared
     assert header == "# n_embd lr val loss from the best bits/byte params status"
-    means, interval, margin = (
-        (1.7, 2.1, 2.6, 3.5),
-        *intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)])),
-    )
+    means = (1.7, 2.1, 2.6, 3.5)
+    interval, margin = intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)]))
     texts = [f"{mean:.4f} ± {interval:.4f} (2 runs)" for mean in means]
     differences = [f"+{mean - 1.7:.4f} ± {margin:.4f}" for mean in means]
     assert lines == [

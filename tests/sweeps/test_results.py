@@ -1,14 +1,18 @@
-"""The points of a sweep, as they are read from run folders."""
+"""The points of a sweep, as they are read from run folders, and which of them diverged."""
 
+import itertools
 import json
 import math
 import re
 
+import numpy as np
 import pytest
 from sweep_folders import run_folder
 
 from minigpt.runs.run_dir import lock_run_dir
-from minigpt.sweeps.results import NATS, read_sweep
+from minigpt.sweeps.answer import answer
+from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.results import NATS, has_diverged, read_sweep
 from minigpt.utils.errors import UserError
 
 
@@ -111,3 +115,141 @@ def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     (tmp_path / "sweep.json").write_text(damage, encoding="utf-8")
     with pytest.raises(UserError, match=r"sweep\.json is damaged .*; remove it"):
         read_sweep(tmp_path)
+
+
+def noisy_losses(rng, rows, level):
+    """Training losses around `level`, with the noise of batches of 1 to 4 windows of 32 tokens,
+    measured at 4 to 10 %.
+
+    Every third run has the heavy tails of Student's t with 3 degrees of freedom, every third those
+    of a log-normal.
+    """
+    tails = (
+        rng.normal,
+        lambda size: rng.standard_t(3, size) / 3**0.5,
+        lambda size: rng.lognormal(0, 0.5, size) - 1,
+    )
+    return level * np.maximum(1 + rng.uniform(0.03, 0.11) * tails[rng.integers(3)](size=rows), 0.1)
+
+
+def healthy_run(rng, kind):
+    """Training and validation losses of a run that fell from ln 65, in a few rows or in many."""
+    rows = int(rng.choice([1, 2, 3, 10, 40, 100, 400]))
+    at = np.arange(1, rows + 1) / rows
+    level = rng.uniform(1.4, 3.0) + (math.log(65) - 1.4) * np.exp(-rng.uniform(4, 40) * at)
+    validated = level * (np.linspace(1, 1.8, rows) if kind == "overfits" else 1)
+    trained = noisy_losses(
+        rng, rows, level * np.linspace(1, 0.05, rows) if kind == "overfits" else level
+    )
+    if kind == "spikes and comes back" and rows >= 40:
+        start = rng.integers(rows * 9 // 10 - 2)
+        trained[start : start + rows // 20] *= 3
+        validated[start : start + rows // 20] *= 3
+    trained[0] *= 0.5 if kind == "has a low first row" else 1
+    trained[rows // 2] *= math.nan if kind == "has a row without a number" and rows > 3 else 1
+    return trained, validated
+
+
+def diverged_run(rng, kind):
+    """Losses that fell to 1.5 to 2.2 and rose to ln 65 or more, or exploded from the start."""
+    rows = int(rng.choice([60, 150, 400]))
+    at = np.arange(1, rows + 1) / rows
+    start = {"early": rng.uniform(0.1, 0.15), "late": rng.uniform(0.91, 0.94)}.get(
+        kind, rng.uniform(0.2, 0.8)
+    )
+    low = rng.uniform(1.5, 2.2) + 2 * np.exp(-6 * at / start)
+    high = math.log(65) if kind == "early" else rng.uniform(4, 8)
+    level = np.where(at > start, 4.17 * 1.5 ** (8 * at) if kind == "explodes" else high, low)
+    trained = noisy_losses(rng, rows, level)
+    trained[at > start] = math.nan if kind == "is NaN" else trained[at > start]
+    return trained, np.where(np.isnan(trained), math.nan, level)
+
+
+HEALTHY = (
+    "falls",
+    "overfits",
+    "spikes and comes back",
+    "has a low first row",
+    "has a row without a number",
+)
+
+
+@pytest.mark.parametrize("n_validations", [0, 1, 8])
+def test_of_1000_noisy_runs_none_diverged_and_of_300_that_did_all(n_validations):
+    """No validation, one at the end, or eight of them.
+
+    Single rows of most healthy runs are 20 % above their lowest.
+    """
+    rng = np.random.default_rng(0)
+    single_rows = 0
+
+    def diverged(kind, run):
+        nonlocal single_rows
+        trained, validated = run(rng, kind)
+        single_rows += trained[-1] > 1.2 * min(trained)
+        every = max(1, len(trained) // max(1, n_validations))
+        shown = validated[::-1][::every][:n_validations][::-1]
+        return has_diverged(
+            np.nan_to_num(trained, nan=1e9).tolist(), np.nan_to_num(shown, nan=1e9).tolist()
+        )
+
+    for i in range(1000):
+        kind = HEALTHY[i % len(HEALTHY)]
+        assert not diverged(kind, healthy_run), (kind, i)
+    assert single_rows > 200
+    kinds = ("early", "late", "in between", "explodes", "is NaN")
+    for i in range(300):
+        kind = kinds[i % len(kinds)]
+        assert diverged(kind, diverged_run), (kind, i)
+
+
+@pytest.mark.parametrize(
+    ("trained", "validated", "expected"),
+    [
+        ([4.2], [4.2], False),
+        (
+            [4.0],
+            [2.0, 5.0],
+            True,
+        ),  # one row, the mean over all steps, because log_every exceeds them
+        ([4.2, 2.5, 6.0], [2.5, 6.0], True),
+        ([4.2, 2.0, 1.5], [2.0, 2.8], False),  # it overfits
+        ([4.2, 2.5, 3.4], [2.6, 2.5], False),  # a noisy row
+        ([4.2, 2.5, 9.0], [], False),  # two rows do not tell their noise
+        ([4.2, 3.2, 2.8, 2.7, 2.6, 6.0, 6.1, 6.0, 6.2, 6.0], [], True),
+        ([4.2, 3.2, 2.8, 2.7, 2.6, 2.5, 2.4, 2.4, 2.3, 6.0], [2.4, 6.0], True),
+        ([], [2.0], False),
+    ],
+)
+def test_a_few_rows_diverged_if_the_validation_loss_rose_too(trained, validated, expected):
+    assert has_diverged(trained, validated) is expected
+
+
+@pytest.mark.usefixtures("no_plot")
+def test_rows_of_noisy_runs_are_compared_and_those_of_diverged_ones_are_not(tmp_path):
+    rng = np.random.default_rng(1)
+    for i, (rate, seed) in enumerate(itertools.product(("1e-3", "2e-3", "9e-3"), (1, 2, 3))):
+        level = (
+            np.full(200, 4.0) if rate == "9e-3" else np.full(200, {"1e-3": 2.0, "2e-3": 2.6}[rate])
+        )
+        level[:20] = 2.5
+        trained = noisy_losses(rng, 200, level)
+        trained[-1] = 1.3 * trained.min()
+        run_folder(
+            tmp_path / f"{i}",
+            f"optimizer.lr={rate}",
+            f"seed={seed}",
+            losses=(level[-1] + seed / 100,),
+        )
+        lines = [
+            "step,train_loss,val_loss",
+            *(f"{step},{loss}," for step, loss in enumerate(trained, 1)),
+        ]
+        (tmp_path / f"{i}/metrics.csv").write_text(
+            "\n".join([*lines, f"200,,{level[-1] + seed / 100}\n"]), encoding="utf-8"
+        )
+    points = read_sweep(tmp_path)
+    assert [point.diverged for point in points] == [False] * 6 + [True] * 3
+    text = " ".join(answer(ranked(points)))
+    assert "1e-3 is better than 2e-3 by 0.6000" in text
+    assert "1 row diverged: not compared." in text

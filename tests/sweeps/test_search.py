@@ -22,7 +22,7 @@ from minigpt.utils.errors import RunError, UserError
 
 @pytest.mark.slow
 def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan):
-    """By nats per token bytes would be best: 1.5 of them less against 1 less of characters that are twice as long."""
+    """By nats per token bytes would be best; characters are twice as long."""
 
     def valley(settings, _):
         miss = (
@@ -65,6 +65,7 @@ def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(p
         "hydra.sweeper.n_trials=4",
         "resume=auto",
     ]
+    engine = Engine(loss)
     told = []
     tell = optuna.study.Study.tell
 
@@ -76,7 +77,7 @@ def test_a_trial_of_a_search_is_all_its_seeds_and_their_mean_loss_is_its_value(p
         patch.object(optuna.study.Study, "tell", tell_and_record),
         pytest.raises(RunError, match="1 of 12 runs failed"),
     ):
-        plan(*line, "seed=0,1,2", engine=(engine := Engine(loss)))
+        plan(*line, "seed=0,1,2", engine=engine)
     assert [len(batch) for batch in engine.batches] == [6, 6]  # two trials of three seeds at a time
     assert {tuple(params) for params, *_ in told} == {("model.n_layer",)}
     values = {
@@ -212,7 +213,10 @@ def test_a_search_over_a_narrow_interval_has_all_its_trials(plan):
     "bad", ["interval(2,1)", "tag(log,interval(0,1))", "interval(0,inf)", "interval(-1e308,1e308)"]
 )
 def test_an_interval_without_numbers_is_refused(plan, bad):
-    expected = f"optimizer.lr must be interval(low,high) with finite low <= high, and low > 0 with log, got {bad}"
+    expected = (
+        "optimizer.lr must be interval(low,high) with finite low <= high, and low > 0 with log, "
+        f"got {bad}"
+    )
     with pytest.raises(UserError, match=re.escape(expected)):
         plan("hydra/sweeper=optuna", f"optimizer.lr={bad}")
 

@@ -19,7 +19,7 @@ from minigpt.sweeps.results import (
 
 @pytest.fixture
 def start(text, tmp_path):
-    """Start a sweep in the folder `sweep`: `start("seed=1,2", held="seed=1")`, with a run that `hold.Hold` holds."""
+    """Start a sweep in `sweep`: `start("seed=1,2", held="seed=1")`; `hold.Hold` holds the run."""
     sweeps = []
 
     def run(*arguments, held=""):
@@ -54,7 +54,8 @@ def ended(sweep):
 
 @pytest.mark.slow
 def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start, tmp_path, train):
-    folder, rates = tmp_path / "sweep", ("0.001", "1e+30")
+    folder = tmp_path / "sweep"
+    rates = ("0.001", "1e+30")
     good, bad = ([f"n_embd=32,lr={rate},seed={seed}" for seed in (1, 2)] for rate in rates)
     line = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30", "seed=1,2", "hydra.launcher.n_jobs=2"]
     sweep = start(*line, held=good[0])
@@ -94,7 +95,8 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
 def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(
     start, launch, tmp_path, train
 ):
-    folder, line = tmp_path / "sweep", ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
+    folder = tmp_path / "sweep"
+    line = ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
     sweep = start(*line, held="seed=1")
     for more in ([], ["resume=auto"]):
         second = launch(
@@ -120,7 +122,8 @@ def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_i
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, train):
-    folder, line = tmp_path / "sweep", ["hydra.launcher.n_jobs=1", "resume=auto"]
+    folder = tmp_path / "sweep"
+    line = ["hydra.launcher.n_jobs=1", "resume=auto"]
     killed = start("seed=1,2", *line, held="seed=2")
     killed.signal(signal.SIGKILL)  # as when out of memory; workers save and exit
     assert ended(killed) == 128 + signal.SIGKILL
@@ -167,10 +170,8 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
         for file in (folder / "wandb").rglob("*.table.json")
     ]
     rows_of, runs_of = sorted(logged, key=lambda each: "folder" in each["columns"])
-    seeds, *of_run = (
-        rows_of["columns"].index("seeds"),
-        *map(runs_of["columns"].index, ("seed", "val_loss")),
-    )
+    seeds = rows_of["columns"].index("seeds")
+    of_run = [runs_of["columns"].index(name) for name in ("seed", "val_loss")]
     losses = [[seed, read_summary(folder / f"seed={seed}")["best_val_loss"]] for seed in (1, 2, 3)]
     assert [[line[i] for i in of_run] for line in runs_of["data"]] == losses  # numbers
     assert rows_of["data"][0][seeds] == 3

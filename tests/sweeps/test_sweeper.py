@@ -1,6 +1,9 @@
-"""A grid: its checks before the first run, its folder and its lock."""
+"""A grid: its checks before the first run, its folder and its lock, and how it resumes."""
 
+import contextlib
 import errno
+import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,13 +14,12 @@ from filelock import FileLock
 from small_runs import one_line
 
 from minigpt.runs.run_dir import is_locked
+from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import ranked
-from minigpt.sweeps.results import (
-    SKIPPED,
-    read_sweep,
-)
-from minigpt.sweeps.sweeper import announced
-from minigpt.utils.errors import UserError
+from minigpt.sweeps.report import table_of_rows, table_of_runs
+from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, read_plan, read_sweep
+from minigpt.sweeps.sweeper import SAME, announced
+from minigpt.utils.errors import RunError, UserError
 
 
 def test_a_large_grid_announces_how_many_points_are_checked_also_when_it_resumes(
@@ -72,7 +74,8 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, c
 
 
 def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, monkeypatch):
-    folder, locked = tmp_path / "sweep", []
+    folder = tmp_path / "sweep"
+    locked = []
 
     class Watched(Engine):
         def launch(self, job_overrides, initial_job_idx):
@@ -90,7 +93,7 @@ def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, mo
         plan("seed=1,2,3", "resume=auto", engine=Engine(jobs=0))
     assert (locked, is_locked(folder)) == ([True] * 3, False)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    message = r"^another sweep uses \S+/sweep; wait for it, or choose another folder with hydra\.sweep\.dir="
+    message = r"^another sweep uses \S+/sweep; wait for it, or choose another folder with hydra\."
     with FileLock(folder / ".lock"), pytest.raises(UserError, match=message):
         plan("seed=1,2,3", "resume=auto")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -133,7 +136,10 @@ def test_the_seed_of_a_run_is_its_own_however_it_was_given(plan, tmp_path):
 def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monkeypatch, given):
     if given == "WANDB_RUN_ID":
         monkeypatch.setenv(given, "fox")
-    expected = "^logger.wandb.id or WANDB_RUN_ID must be null in a sweep, whose runs have one each, got fox"
+    expected = (
+        "^logger.wandb.id or WANDB_RUN_ID must be null in a sweep, whose runs have one each, "
+        "got fox"
+    )
     with pytest.raises(UserError, match=expected):
         plan("seed=1,2", "logger=wandb", *([given] if "=" in given else []))
     if given == "WANDB_RUN_ID":
@@ -144,7 +150,7 @@ def test_a_sweep_refuses_an_id_of_weights_and_biases_for_all_its_runs(plan, monk
 def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
     with pytest.raises(
         UserError,
-        match=r"need one validation text for all points, got all .* bytes of text \w+; all .* bytes of",
+        match=r"need one validation text for all points, got all .* bytes of text \w+; all ",
     ):
         plan(line, "data.val_fraction=0.1,0.3", "eval_every=10")
 
@@ -154,3 +160,165 @@ def test_a_missing_optional_package_is_an_error_with_the_install_command(call, m
     line = one_line(call("train.py", "seed=1,2", "hydra/launcher=submitit_local", "-m"))
     assert 'hydra/launcher=submitit_local needs submitit; pip install -e ".[submitit]"' in line
     assert not Path("runs").exists()
+
+
+def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(plan, tmp_path):
+    latest = tmp_path / "latest"
+    line = ["max_steps=1e3,2e3,1000", "data.batch_size=4.0"]
+    before = plan(*line, folder=tmp_path / "first").points
+    assert [point.reason for point in before] == ["", "", SAME]
+    assert [point.settings["max_steps"] for point in before] == [1000, 2000, 1000]
+    line = ["max_steps=choice(3000,2000)", "data.batch_size=4", "logger=tensorboard"]
+    after = plan(*line, "resume=auto", folder=latest)
+    assert [ran["max_steps"] for ran in after.engine.ran] == [3000]  # and nothing else
+    read = {point.identity: point for point in read_sweep(latest)}
+    assert {repr(point.value("max_steps")) for point in read.values()} == {"1000", "2000", "3000"}
+    assert {repr(point.value("data.batch_size")) for point in read.values()} == {"4"}
+    assert [point.status for point in after.points] == [COMPLETED] * 2
+    # Completed points keep their folders
+    kept = {(point.identity, point.folder.name) for point in before if not point.reason}
+    assert kept < {(identity, point.folder.name) for identity, point in read.items()}
+    assert latest.resolve() == tmp_path / "first"
+
+
+def test_a_sweep_reports_what_its_folder_holds_and_nothing_of_an_earlier_attempt(plan, monkeypatch):
+    reported = []
+    monkeypatch.setattr(
+        "minigpt.sweeps.report.report", lambda _, points: reported.append(ranked(points))
+    )
+    line = ["optimizer=adamw,adamv", "seed=1,2", "max_steps=2", "+note=x"]
+    for first_loss in (1.0, math.nan):  # of seed 2, which fails at its second step
+        losses = {("1", 1): 2.0, ("1", 2): 2.0, ("2", 1): first_loss, ("2", 2): math.nan}
+        engine = Engine(lambda settings, step: losses[settings["seed"], step])  # noqa: B023
+        with pytest.raises(RunError, match="1 of 4 runs failed"):
+            plan(*line, *(["resume=auto"] if reported else []), engine=engine)
+        read = ranked(read_sweep(engine.points[0].folder.parent))
+        assert table_of_rows(reported[-1]) == table_of_rows(read)
+        assert table_of_runs(reported[-1]) == table_of_runs(read)
+        assert answer(reported[-1]) == answer(read)
+    seed_2 = next(point for point in reported[-1].rows[0].points if point.seed == "2")
+    assert (seed_2.status, seed_2.loss(NATS), seed_2.overrides["+note"]) == ("failed", None, "x")
+
+
+def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):
+    plan("model.n_head=2,4", "model.n_embd=32,64")
+    further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
+    longest_first = [(128, 1337), (128, 1338), (64, 1338)]
+    assert [(ran["model.n_embd"], ran["seed"]) for ran in further.engine.ran] == longest_first
+    points = [[*point.overrides.values()] for point in read_plan(further.folder)[1]]
+    ran_before = [["2", "32"], ["2", "64", "1337"], ["4", "32"], ["4", "64"]]
+    assert sorted(points) == sorted(
+        [["2", "128", "1337"], ["2", "128", "1338"], ["2", "64", "1338"], *ran_before]
+    )
+
+
+def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
+    sweeper = plan("seed=1,2")
+    Path(sweeper.folder, "seed=2/summary.json").unlink()  # to be run again by the same command
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")}
+    for arguments, expected in (
+        (
+            ["seed=1,2"],
+            "holds a sweep already; resume it with resume=auto, or choose another folder",
+        ),
+        (["model.n_head=2,4", "resume=auto"], "holds a sweep that differs in model.n_head;"),
+        (
+            ["seed=1,2", "max_steps=9", "resume=auto"],
+            "holds a sweep that differs in max_steps (1000 there, 9 now);",
+        ),
+    ):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            plan(*arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")} == before
+
+
+def test_a_sweep_with_a_rate_of_the_environment_resumes_at_this_rate_alone(
+    plan, tmp_path, monkeypatch
+):
+    line = ["optimizer.lr='${oc.decode:${oc.env:LR}}'", "resume=auto"]
+    monkeypatch.setenv("LR", "0.002")
+    plan(*line, "seed=1,2")
+    sweeper = plan(*line, "seed=1,2,3")
+    (ran,) = sweeper.engine.ran
+    assert (ran["seed"], ran["optimizer.lr"]) == (3, 0.002)
+    (row,) = ranked(read_sweep(sweeper.folder)).rows
+    assert [point.value("optimizer.lr") for point in row.points] == [0.002] * 3
+    monkeypatch.setenv("LR", "0.2")
+    with pytest.raises(
+        UserError, match=r"sweep that differs in optimizer\.lr \(0\.002 there, 0\.2 now\); choose"
+    ):
+        plan(*line, "seed=1,2,3,4")
+    monkeypatch.setenv("LR", "0.002")
+    plan_file = sweeper.folder / "sweep.json"
+    old = json.loads(plan_file.read_text(encoding="utf-8"))
+    old["settings"]["optimizer.lr"] = "${oc.decode:${oc.env:LR}}"  # of an older version
+    plan_file.write_text(json.dumps(old), encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"differs in optimizer\.lr \(\$\{oc\.decode:\S+ there, 0\.002 now"
+    ):
+        plan(*line, "seed=1,2,3,4")
+
+
+def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
+    line = ["seed=1,2", f"data.path={tmp_path}/mine.txt"]
+    (tmp_path / "mine.txt").write_text(text.read_text(encoding="utf-8"), encoding="utf-8")
+    plan(*line)
+    (tmp_path / "mine.txt").write_text(
+        text.read_text(encoding="utf-8").replace("fox", "cat"), encoding="utf-8"
+    )
+    with pytest.raises(
+        UserError, match=r"seed=1 was trained on another text or from other weights; choose another"
+    ):
+        plan(*line, "resume=auto")
+
+
+def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if_they_resume(
+    plan, tmp_path
+):
+    def lines(*arguments, jobs=9):
+        engine = Engine(jobs=jobs)
+        with contextlib.suppress(KeyboardInterrupt):  # of the job after these
+            plan("resume=a,b,c", *arguments, engine=engine)
+        return [[text for text in job if text.startswith("resume=")] for job in engine.batches[0]]
+
+    assert lines(jobs=1) == [["resume=a"], ["resume=b"], ["resume=c"]]
+    checkpoints = tmp_path / "sweep/resume=b/checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "last.safetensors").touch()
+    assert lines("resume=auto") == [["resume=b", "resume=auto"], ["resume=c"]]
+    rows = ranked(read_sweep(tmp_path / "sweep")).rows
+    assert [row.overrides for row in rows] == [{"resume": "a"}, {"resume": "b"}, {"resume": "c"}]
+
+
+def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
+    """Older versions planned them, and failed at the first launch."""
+    line = ["data.field=text,other", "seed=1,2"]
+    plan(*line)
+    file = tmp_path / "sweep/sweep.json"
+    long = "訓" * 119
+    for i, name in enumerate(("field=other,seed=1", "field=other,seed=2")):
+        file.write_text(
+            file.read_text(encoding="utf-8").replace(name, f"{long}{i}"), encoding="utf-8"
+        )
+    resumed = plan(*line, "resume=auto")
+    assert [ran["seed"] for ran in resumed.engine.ran] == [1, 2]
+    assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
+    assert plan(*line, "resume=auto").engine.launches == []
+
+
+def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings_in_their_order(
+    plan, tmp_path
+):
+    line = ["seed=1,2", "minutes=1", "model.n_embd=32", "model={n_embd:64}"]
+    sweeper = plan(*line)
+    given = plan(*line, "eval_batches=3", folder=tmp_path / "given")
+    for (jobs,), expected in ((sweeper.engine.batches, "null"), (given.engine.batches, "3")):
+        assert [[text for text in job if "eval_batches" in text] for job in jobs] == [
+            [f"eval_batches={expected}"]
+        ] * 2
+    plan(*line, "resume=auto")
+    assert "eval_batches=null" not in read_plan(sweeper.folder)[0]  # which was not typed
+    with pytest.raises(
+        UserError, match=r"holds a sweep that differs in model\.n_embd \(64 there, 32 now\); choose"
+    ):
+        plan(*line[:2], *line[:1:-1], "resume=auto")
