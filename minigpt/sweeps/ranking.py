@@ -28,8 +28,11 @@ def ranked(points: Sequence[Point]) -> Table:
     # Find the rows that are compared.
     reason = _incomparable(rows, unit)
     complete = [row for row in rows if not row.provisional]
-    compared = complete if reason else _without_diverged(complete)
-    comparison = None if reason or not compared else compare(_losses(compared, unit))
+    compared = complete
+    comparison = None
+    if complete and not reason:
+        compared = _without_diverged(complete)
+        comparison = compare(_losses(compared, unit))
     # Order them by their adjusted means.
     if comparison is not None:
         order = np.argsort(comparison.means, kind="stable")
@@ -39,7 +42,8 @@ def ranked(points: Sequence[Point]) -> Table:
         rows = [*compared, *others]
         _write_comparison(compared, comparison, unit)
     for rank, row in enumerate(rows, 1):
-        row.rank = "" if reason or not row.losses else str(rank)
+        if row.losses and not reason:
+            row.rank = str(rank)
     return Table(
         rows=rows,
         unit=unit,
@@ -48,6 +52,7 @@ def ranked(points: Sequence[Point]) -> Table:
         comparison=comparison,
         n_diverged=len(complete) - len(compared),
         incomparable=reason,
+        best=rows[0] if rows[0].rank else None,
     )
 
 
@@ -101,7 +106,6 @@ def _row(
     name = "all runs" if len(points) > 1 else points[0].folder.name
     losses = {each: _distinct_losses(points, each) for each in LOSS_NAMES}
     means = {each: _mean(losses[each]) for each in LOSS_NAMES}
-    costs = {cost: [point.totals.get(cost) for point in points] for cost in COSTS}
     statuses = Counter(point.status_text for point in points)
     return Row(
         overrides=overrides,
@@ -112,9 +116,10 @@ def _row(
         n_seeds=len({point.seed for point in points if point.loss(unit) is not None}),
         means=means,
         loss=means[unit],
-        costs={cost: _mean(list(filter(None, costs[cost]))) for cost in COSTS},
+        costs={cost: _mean_cost(points, cost) for cost in COSTS},
         provisional=any(point.pending or point.loss(unit) is None for point in points),
         status=points[0].status_text if len(statuses) == 1 else count_text(statuses),
+        diverged=any(point.diverged for point in points),
         reason="; ".join(dict.fromkeys(point.reason for point in points if point.reason)),
     )
 
@@ -122,6 +127,10 @@ def _row(
 def _distinct_losses(points: Sequence[Point], unit: str) -> list[float]:
     found = dict.fromkeys((point.seed, point.loss(unit)) for point in points)
     return [loss for _, loss in found if loss is not None]
+
+
+def _mean_cost(points: Sequence[Point], cost: str) -> float | None:
+    return _mean([point.totals[cost] for point in points if point.totals.get(cost)])
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -164,12 +173,8 @@ def _incomparable(rows: Sequence[Row], unit: str) -> str:
 
 
 def _without_diverged(rows: Sequence[Row]) -> list[Row]:
-    highest = DIVERGED * min((row.loss or 0.0 for row in rows), default=0.0)
-    return [
-        row
-        for row in rows
-        if (row.loss or 0.0) <= highest or not any(point.diverged for point in row.points)
-    ]
+    highest = DIVERGED * min(row.loss or 0.0 for row in rows)
+    return [row for row in rows if (row.loss or 0.0) <= highest or not row.diverged]
 
 
 def _losses(rows: Sequence[Row], unit: str) -> Array:

@@ -55,7 +55,8 @@ def report(
     folders = [Path(follow_latest(str(folder))) for folder in folders]
     found = points or chain.from_iterable(map(read_sweep, folders))
     table = ranked(list({point.folder: point for point in found}.values()))
-    along = along if along is None else _full_name(table, along)
+    if along is not None:
+        along = _full_name(table, along)
     # The report of one sweep is written to its folder, under its name.
     only = folders[0].resolve() if len(folders) == 1 else None
     out = out or only

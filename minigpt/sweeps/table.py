@@ -32,6 +32,7 @@ class Row:
         provisional: whether a run has not completed or has no loss, so that the mean is not that of
             all seeds.
         status: of the points, with counts if they differ.
+        diverged: whether a run diverged.
         reason: why points failed or were skipped.
         rank: from 1; empty without a loss, and for all rows of an `incomparable` table.
         interval: half of the 95 % interval of the mean loss over seeds; None if the row is not
@@ -58,6 +59,7 @@ class Row:
     costs: Mapping[str, float | None]
     provisional: bool
     status: str
+    diverged: bool
     reason: str
     rank: str = ""
     interval: float | None = None
@@ -93,8 +95,6 @@ class Table:
             allow none.
         n_diverged: number of rows that are not compared because their runs diverged.
         incomparable: why the losses do not compare, though their unit is the same; or nothing.
-
-    Properties:
         best: the row with rank 1, if any.
     """
 
@@ -105,10 +105,7 @@ class Table:
     comparison: Comparison | None
     n_diverged: int
     incomparable: str
-
-    @property
-    def best(self) -> Row | None:
-        return self.rows[0] if self.rows[0].rank else None
+    best: Row | None
 
 
 def points_of(rows: Iterable[Row]) -> list[Point]:
