@@ -13,7 +13,7 @@ from minigpt.sweeps.results import Point
 COSTS = ("params", "flops", "tokens_per_second", "seconds")  # of the totals of a point
 
 
-@dataclass(eq=False)  # of thousands of rows, comparisons by value would take minutes
+@dataclass(eq=False)  # comparing thousands of rows by value would be slow
 class Row:
     """Points that differ only in their seed.
 
