@@ -27,19 +27,20 @@ TIMES = {
 
 
 def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
-    """Return overrides that make a run small, and those given; it draws samples only if one of them names samples."""
+    """Return overrides that make a run small, and those given; it draws samples, and text to be compared, only if one of them names it."""
     small = f"""
         data.path={text} data.folder={data} data.batch_size=8
         trainer=cpu trainer.precision=32-true
         model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
         max_steps=20 eval_every=10 log_every=5
-        originality=null
     """.split()
     # Which has a model of its own
     if any(override.startswith("init_from=") for override in overrides):
         small = [setting for setting in small if not setting.startswith("model.")]
-    samples = any("samples" in override for override in overrides)
-    return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]
+    for name in ("samples", "originality"):
+        if not any(name in override for override in overrides):
+            small.append(f"callbacks.{name}=null")
+    return [*small, *overrides]
 
 
 def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:

@@ -19,9 +19,9 @@ from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.ranks import SRUN, TORCHRUN, launcher_sizes, rank_variables
 from minigpt.utils.terminal import warn
 
-START = timedelta(minutes=2)  # that ranks wait for each other to start
+START = timedelta(seconds=120)  # that ranks wait for each other to start
 # The same while they prepare the data, and at most while they save
-PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(seconds=1800)
 # Whether torchrun starts ranks again that fail
 RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 # Lightning acts on each of them, some of them when it is imported.

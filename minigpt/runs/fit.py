@@ -29,6 +29,7 @@ from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.metrics import MetricsCallback
+from minigpt.runs.callbacks.report import ReportCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text, wandb_loggers
 from minigpt.runs.curves import plot_curves
@@ -42,7 +43,6 @@ from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_co
 from minigpt.training.language_model import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
-from minigpt.utils.extras import from_extras
 from minigpt.utils.ranks import is_rank_zero, launcher_sizes
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
@@ -107,8 +107,6 @@ def fit(
         "validated": corpus.validated_part(*sizes),
         "validated_share": windows / all_windows,
     }
-    if run.minutes is not None:
-        described |= from_extras("expectation")(folder)
     # The files of the folder, as they were at that step; Hydra would write .hydra too, but before
     # the folder is the run's own.
     reached = run_dir.previous_summary(folder)  # which is removed now
@@ -264,13 +262,8 @@ def train_and_report(
             trainer.is_global_zero or not trainer.checkpoint_callback
         ):
             with only_a_warning("the final sample failed"):
-                sample, outcome["originality"] = sample_best(
-                    trainer,
-                    module,
-                    data,
-                    folder,
-                    max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds),
-                )
+                seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
+                sample = sample_best(trainer, module, data, folder, seconds)
     except (Interrupted, KeyboardInterrupt, SystemExit) as error:
         # SystemExit: submitit has requeued the job
         exit_code = REQUEUE_EXIT_CODE if isinstance(error, SystemExit) else explain(error)[1]
@@ -291,7 +284,8 @@ def train_and_report(
             outcome = reached | outcome
         summary = write_results(trainer, module, metrics, outcome | described, exit_code)
     if trainer.is_global_zero:
-        run_dir.print_results(folder, sample, summary)
+        lines = [line for callback in reports(trainer) for line in callback.lines(summary)]
+        run_dir.print_results(folder, sample, summary, lines)
     return summary["best_val_loss"]
 
 
@@ -305,7 +299,6 @@ def ending(trainer: L.Trainer, max_steps: int) -> run_dir.Summary:
         "status": "paused" if trainer.max_steps <= step < max_steps else "completed",
         "reason": "",
         "stopped_early": False,
-        "originality": None,  # until its sample is compared
     }
     if trainer.should_stop and step < max_steps:
         others = [
@@ -330,23 +323,17 @@ def sample_best(
     data: TokenDataModule,
     folder: Path,
     seconds: float,
-) -> tuple[str, dict[str, object] | None]:
-    """Return a sample of the best checkpoint, which sample.py loads, and its originality.
+) -> str:
+    """Return a sample of the best checkpoint, which sample.py loads, after callbacks have used it.
 
-    The originality is None if it is not measured. Both end after so many seconds, but for a model
-    whose sharded weights all ranks gather together.
+    All end after so many seconds, but for a model whose sharded weights all ranks gather together.
     """
-    # What is sampled, and whether it is compared with the text
     best = folder / BEST
     model = module.model
     if best.exists():
         model, _ = load_checkpoint(best, device=trainer.strategy.root_device)
-    characters = data.run.originality if best.exists() else None
     if trainer.is_global_zero:
-        what = f" and {characters:,} characters, to see how much is copied" if characters else ""
-        run_dir.append_log(
-            folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s"
-        )
+        run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens; at most {seconds:,.0f} s")
     # The sample takes half of the time at most
     end = time.perf_counter() + seconds
     sample = sample_text(
@@ -358,17 +345,16 @@ def sample_best(
         seed=data.run.seed,
         max_new_tokens=FINAL_TOKENS,
     )
-    if characters is None:
-        return sample, None
-    return sample, from_extras("final_originality")(
-        model,
-        data.corpus,
-        sample,
-        folder,
-        characters=characters,
-        seed=data.run.seed,
-        seconds=0.8 * (end - time.perf_counter()),  # the comparison itself takes the rest
-    )
+    for callback in reports(trainer) if best.exists() else ():
+        with only_a_warning(f"{type(callback).__name__} failed"):
+            callback.on_sampled(model, data.corpus, sample, folder, end - time.perf_counter())
+    return sample
+
+
+def reports(trainer: L.Trainer) -> list[ReportCallback]:
+    """Return the callbacks that add to the results of a run, in the order of the configuration."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ReportCallback)]
 
 
 def write_results(
@@ -389,7 +375,10 @@ def write_results(
     """
     folder = Path(trainer.default_root_dir)
     try:
-        summary = metrics.summary(trainer, module) | summary
+        results: run_dir.Summary = metrics.summary(trainer, module)
+        for callback in reports(trainer):
+            results |= callback.results()
+        summary = results | summary
         has_metrics = (folder / run_dir.METRICS).exists()
         if trainer.is_global_zero and (has_metrics or summary["steps"]):
             run_dir.write_summary(folder, summary)

@@ -12,6 +12,7 @@ from minigpt.runs.run_config import LITERAL_TEXTS, escape_references
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.hydra_errors import written_as
+from minigpt.utils.moved import RENAMED
 from minigpt.utils.scripts import ROOT
 
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
@@ -51,16 +52,16 @@ def complete_overrides(
     """Return the overrides of a run as Hydra takes them.
 
     Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it
-    moves when a new run starts. The groups are added that `init_from=`, `minutes=` and
-    `data.train_bin=` select.
+    moves when a new run starts. The groups are added that `init_from=`, `data.train_bin=` and a
+    plan select.
     """
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
     complete = [_checked(literal(override, sweeps)) for override in overrides]
     parts = [override.partition("=") for override in complete]
     given = {key: value for key, _, value in parts if value[:1] != "{"}
-    not_null = {key for key, value in given.items() if value.lower() not in ("null", "")}
+    not_null = {key: each for key, each in given.items() if each.lower() not in ("null", "")}
     # A plan is of a new model
-    if "minutes" in not_null:
+    if is_planned(not_null):
         complete += from_extras("planned_overrides")(given)
     # Weights come with their architecture and tokenizer, token files with their tokenizer
     if "init_from" in not_null:
@@ -117,6 +118,8 @@ def _checked(override: str) -> str:
             group needs a choice.
     """
     key, equals, value = override.partition("=")
+    if key in RENAMED:  # which no file of configs/ has
+        return f"++{override}"
     flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
     if flag and (equals or "_" in key):
         raise UserError(

@@ -36,7 +36,7 @@ from minigpt.distributed.process_group import (
 from minigpt.model.config import GPTConfig
 from minigpt.runs import run_dir
 from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
-from minigpt.runs.overrides import SETTABLE, complete_overrides, quote_override
+from minigpt.runs.overrides import SETTABLE, complete_overrides, is_planned, quote_override
 from minigpt.runs.run_config import RunConfig, check_hydra, use_outside_values
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError, require
@@ -167,13 +167,15 @@ def train_in(
             if is_rank_zero():
                 stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
-            # Settings, text and architecture, before torch is imported; the plan of `minutes=`
+            # Settings, text and architecture, before torch is imported; those of a plan first
             with shared_errors():
                 check_hydra(HydraConfig.get())
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 corpus = None
-                if cfg.minutes is not None:
-                    cfg, corpus = from_extras("with_plan")(cfg, folder, task, started)
+                if is_planned(cfg):
+                    plan, corpus = from_extras("plan_overrides")(cfg, folder, task, started)
+                    for key, value in plan.items():
+                        OmegaConf.update(cfg, key, value, force_add=True)
                 run = RunConfig.from_hydra(cfg)
                 use_outside_values(cfg)
                 parts = load_parts(run, folder=folder, corpus=corpus)
@@ -228,7 +230,8 @@ def load_parts(
     Raises:
         UserError: the text or the model is missing, or they do not fit each other or the settings.
     """
-    from minigpt.data.prepare import load_corpus  # imports numpy
+    from minigpt.checkpoints.corpus import find_resumed_corpus  # these import numpy
+    from minigpt.data.prepare import load_corpus
 
     # Points of a sweep share a corpus
     def load(tokenizer: Mapping[str, object]) -> "Corpus":
@@ -237,7 +240,7 @@ def load_parts(
         except UserError as error:
             if run.resume is None:
                 raise
-            return from_extras("find_resumed_corpus")(run, folder, error)  # the text may be gone
+            return find_resumed_corpus(run.settings, folder, error)  # the text may be gone
 
     # A new model takes its vocabulary from the text, a pretrained one brings its tokenizer
     pretrained = None

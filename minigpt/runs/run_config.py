@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, errors
+from omegaconf import DictConfig, OmegaConf, errors, open_dict
 
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.moved import current
+from minigpt.utils.moved import RENAMED, current
 from minigpt.utils.scripts import ROOT, shell_quote
 
 Node = dict[str, Any]  # a config group
@@ -72,7 +72,6 @@ TRAINER_OPTIONS = [option.name for option in fields(TrainerConfig)]
 class RunConfig:
     """Hold the settings of `configs/train.yaml`, which describes them."""
 
-    minutes: float | None
     max_steps: int
     eval_every: int
     pause_at: int | None
@@ -84,7 +83,6 @@ class RunConfig:
     ema_decay: float | None
     checkpoint_blocks: int | None
     collective_timeout: float
-    originality: int | None
     threads: int | None
     compile: bool
     data: DataConfig
@@ -146,7 +144,7 @@ def check_run(cfg: DictConfig) -> None:
     _check_names(cfg)
     # Each setting by itself; GPTConfig checks those of the model
     for key, value in normalize(cfg).items():
-        advice = _advice(cfg, key, value)
+        advice = advice_for_text(cfg, key, value)
         if key in RUN_RULES and value is not ...:
             require(key, value, *RUN_RULES[key], advice)
         elif advice:
@@ -215,6 +213,7 @@ def normalize(cfg: DictConfig) -> Node:
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
     """
+    _rename(cfg)
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))
@@ -229,6 +228,22 @@ def normalize(cfg: DictConfig) -> Node:
             OmegaConf.update(cfg, key, value)
         settings[key] = value
     return settings
+
+
+def _rename(cfg: DictConfig) -> None:
+    """Move the settings of `RENAMED` to their present keys.
+
+    Raises:
+        UserError: a setting would have no effect, because the run is without its group.
+    """
+    for key in RENAMED.keys() & cfg.keys():
+        with open_dict(cfg):
+            value = cfg.pop(key)
+        group = RENAMED[key].rpartition(".")[0]
+        if OmegaConf.select(cfg, group) is not None:
+            OmegaConf.update(cfg, RENAMED[key], value, force_add=True)
+        elif value is not None and "callbacks" in cfg:  # scripts/prepare.py has none
+            raise UserError(f"{key} is {RENAMED[key]}, but this run is without {group}; remove it")
 
 
 def escape_references(text: str) -> str:
@@ -266,8 +281,8 @@ def flat(settings: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _advice(cfg: DictConfig, key: str, value: object) -> str:
-    # A number that is a text, as a value of the environment is
+def advice_for_text(cfg: DictConfig, key: str, value: object) -> str:
+    """Return how to write a number that is a text, as a value of the environment is; else ""."""
     if not isinstance(value, str) or not re.fullmatch(r"(?i:[-+.\de]+|true|false)", value):
         return ""
     group, _, name = key.rpartition(".")
@@ -330,7 +345,6 @@ _LOCAL_PATHS = checks.or_null((_are_local, "a local path or a list of them"))
 
 # The rule of each setting. Not every optimizer, schedule and strategy has all of its group.
 RUN_RULES: dict[str, checks.Rule] = {
-    "minutes": checks.or_null(checks.POSITIVE),
     "max_steps": checks.POSITIVE_INT,
     "eval_every": checks.POSITIVE_INT,
     "pause_at": checks.or_null(checks.POSITIVE_INT),
@@ -344,7 +358,6 @@ RUN_RULES: dict[str, checks.Rule] = {
     "ema_decay": checks.or_null(checks.OPEN_FRACTION),
     "checkpoint_blocks": checks.or_null(checks.POSITIVE_INT),
     "collective_timeout": checks.POSITIVE,
-    "originality": checks.or_null(checks.POSITIVE_INT),
     "threads": checks.or_null(checks.integer(1, 1024)),
     "compile": checks.BOOLEAN,
     "data.source": checks.one_of(("files", "download", "plays", "huggingface")),
@@ -381,6 +394,8 @@ RUN_RULES: dict[str, checks.Rule] = {
     "trainer.gradient_clip_val": checks.or_null(checks.POSITIVE),
     "callbacks.checkpoint.save_top_k": checks.POSITIVE_INT,
     "callbacks.snapshots.count": checks.integer(2),
+    "callbacks.originality.characters": checks.or_null(checks.POSITIVE_INT),
+    "callbacks.originality.seed": checks.NON_NEGATIVE_INT,
     "callbacks.samples.max_new_tokens": checks.or_null(checks.POSITIVE_INT),
     "callbacks.samples.top_k": checks.or_null(checks.POSITIVE_INT),
     "callbacks.samples.seed": checks.NON_NEGATIVE_INT,

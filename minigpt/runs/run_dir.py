@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -31,7 +31,6 @@ CURVES = "curves.png"
 SAMPLES = "samples.txt"
 SUMMARY = "summary.json"
 LOG = "log.txt"
-RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 LOCK = ".lock"
 _WRITTEN = {  # by a run
@@ -42,15 +41,15 @@ _WRITTEN = {  # by a run
     CURVES,
     SAMPLES,
     LOG,
-    RUN_PLAN,
+    "plan.json",  # of the planner
     "attention",
     "wandb",
 }
 _missing: list[Path] = []  # folders that were, each before its parents
-ORIGINALITY_HEADER = "── originality ──"
-# The header of a sample, of the table at the end of a run, or one that a full disk cut off
+END_HEADER = r"── [a-z]+ ──"  # of what a callback adds to the samples at the end of a run
+# That, the header of a sample, or one that a full disk cut off
 _HEADER = re.compile(
-    rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)"
+    rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{END_HEADER}\n|─.*\Z)"
 )
 Summary = dict[str, Any]  # of `summary.json`
 
@@ -133,7 +132,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
             written = {entry.name for entry in real.iterdir()} - before
             # A snapshot of step 0 is no result
             has_result = "checkpoints" in written and any(real.glob("checkpoints/*.safetensors"))
-            if written <= {".hydra", LOCK, RUN_PLAN, LOG, "checkpoints"} and not has_result:
+            if written <= {".hydra", LOCK, "plan.json", LOG, "checkpoints"} and not has_result:
                 for path in (real / name for name in written):
                     with suppress(OSError):  # Windows keeps a file that is open
                         if path.is_dir():
@@ -271,8 +270,14 @@ def completed_summary(
     return summary if done and summary.get("status") == "completed" else None
 
 
-def print_results(folder: Path, sample: str, summary: Summary) -> None:
-    """Print the sample, or that the run paused, the best loss, and the paths of the results."""
+def print_results(
+    folder: Path, sample: str, summary: Summary, lines: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Print the sample, or that the run paused, the best loss, and the paths of the results.
+
+    Args:
+        lines: labels and texts to print below a loss.
+    """
     # A paused run has no sample
     if summary["status"] == "paused":
         sample = (
@@ -290,17 +295,8 @@ def print_results(folder: Path, sample: str, summary: Summary) -> None:
         n = summary["eval_batches"]
         part = "" if n is None else f", on {n} batches of the split"
         print(f"validation loss  {loss:.4f} at step {summary['best_step']}{part}")
-        if compared := summary.get("originality"):
-            print(
-                f"longest copy     {compared['generated_text']['longest']:,} characters, "
-                f"{compared['validation_text']['longest']:,} in the validation text"
-            )
-        if "expected_val_loss" in summary:
-            print(
-                "expected         {:.2f} ± {:.2f}, reached {:.3f}".format(
-                    *summary["expected_val_loss"], loss
-                )
-            )
+        for label, text in lines:
+            print(f"{label:17}{text}")
     # Where it is
     run = sanitize_line(str(short_path(folder)))
     print(

@@ -62,9 +62,11 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a setting, changes what a run computes.
 
-    So does `resume=` with a path.
+    So does `resume=` with a path. Callbacks that report results change none; `originality` is a
+    name of earlier versions.
     """
-    irrelevant = r"[+~]*(pause_at|logger)([./@=].*)?|resume=(None|null|auto)"
+    reports = r"originality|callbacks\.(originality|expectation)"
+    irrelevant = rf"[+~]*(pause_at|logger|{reports})([./@=].*)?|resume=(None|null|auto)"
     return not re.fullmatch(irrelevant, override, re.DOTALL)
 
 

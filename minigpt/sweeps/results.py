@@ -23,7 +23,6 @@ from minigpt.sweeps.point_settings import MAX_NAME_BYTES, by_name, is_relevant, 
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
-from minigpt.utils.moved import current
 from minigpt.utils.terminal import warn
 
 COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting"
@@ -367,9 +366,7 @@ def _planned(folder: Path, shared: Values, entry: Values) -> Point:
     )
     # A point without settings did not compose.
     own = point.written if entry["settings"] is None else entry["settings"]
-    return replace(
-        point, settings={key: current(value) for key, value in {**shared, **own}.items()}
-    )
+    return replace(point, settings=relevant_settings({**shared, **own}))
 
 
 def _read_settings(file: Path) -> Values:

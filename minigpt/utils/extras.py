@@ -5,14 +5,11 @@ from typing import Any
 
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
-    "expectation": "planner.planned_sizes",
-    "final_originality": "interpret.originality",
     "find_huggingface": "huggingface.pretrained",
-    "find_resumed_corpus": "interpret.run_corpus",
     "hub_source": "corpora.hub_data",
     "join_chunks": "huggingface.whole_documents",
     "load_token_bins": "corpora.token_bins",
-    "plan_run": "planner.plan",
+    "plan_overrides": "planner.planned_run",
     "planned_overrides": "planner.planned_sizes",
     "plays_source": "corpora.plays",
     "prune": "search.pruning",
@@ -23,7 +20,6 @@ _MODULES = {
     "rung_steps": "search.pruning",
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
-    "with_plan": "planner.planned_sizes",
     "with_possible_sizes": "planner.planned_sizes",
 }
 

@@ -1,7 +1,8 @@
-"""Functions and classes that a user's file, a checkpoint or a sweep names by an earlier place."""
+"""Names of earlier versions: in files of users, command lines, checkpoints and sweeps."""
 
 from typing import Any
 
+# Functions and classes, in a `_target_`
 MOVED = {
     "minigpt.optim.adamw": "minigpt.training.optim.adamw",
     "minigpt.optim.muon": "minigpt.training.optim.muon",
@@ -10,16 +11,10 @@ MOVED = {
     "minigpt.schedules.linear": "minigpt.training.schedules.linear",
     "minigpt.runs.callbacks.samples.Samples": "minigpt.runs.callbacks.samples.SamplesCallback",
 }
-
-
-_EARLIER = {present: earlier for earlier, present in MOVED.items()}
+# Settings of a run, which the command line and files give
+RENAMED = {"originality": "callbacks.originality.characters"}
 
 
 def current(value: Any) -> Any:
     """Return the present name of what has moved, also of `module:name`; another value as it is."""
     return MOVED.get(value.replace(":", "."), value) if isinstance(value, str) else value
-
-
-def earlier(value: Any) -> Any:
-    """Return the earlier name of what has moved, for checksums that must stay the same."""
-    return _EARLIER.get(value, value) if isinstance(value, str) else value

@@ -6,7 +6,6 @@ Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 
 import os
 import sys
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +22,8 @@ from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import STARTS, Corpus, Split
 from minigpt.extras.interpret.run_corpus import find_corpus
-from minigpt.model.gpt import GPT
-from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, file_version, sha256_json
-from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
 
 NGRAMS = (5, 10, 20, 40)  # characters
@@ -38,9 +34,6 @@ BORDER = b"\xff"  # between documents: no text in UTF-8 has it, so no match span
 INDEX = "train.suffixes"  # the text and its suffix array, 5 bytes per byte, between fingerprints
 MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
 VALIDATION_CHARACTERS = 20_000
-DRAWN_TOKENS = 400  # of each sample at the end of a training
-MAX_DRAWN = 50  # samples at a time: a cache of keys and values and a row of logits for each
-MAX_INDEXED_AFTER_TRAINING = 20e6  # bytes: an index of more takes longer than the rest
 _DECODED = 1 << 20  # tokens at a time
 _UNDERLINE = "\x1b[4m"
 _NO_UNDERLINE = "\x1b[24m"
@@ -261,70 +254,11 @@ def _load(checkpoint: Path, version: str) -> tuple[Index, dict[str, Any]]:
     corpus = find_corpus(checkpoint)
     fingerprint = _fingerprint(corpus)
     index = _indexes[fingerprint] = _indexes.get(fingerprint) or build_index(corpus)
-    return index, _figures(originality(index, *validation_texts(corpus, VALIDATION_CHARACTERS)))
+    return index, figures(originality(index, *validation_texts(corpus, VALIDATION_CHARACTERS)))
 
 
-def final_originality(
-    model: GPT,
-    corpus: Corpus,
-    sample: str,
-    folder: Path,
-    *,
-    characters: int,
-    seed: int,
-    seconds: float,
-) -> dict[str, Any] | None:
-    """Draw some text; compare it, the final sample and the validation text with the training text,
-    in `samples.txt`.
-
-    Args:
-        characters: at most; fewer if drawing them takes longer than `seconds`.
-
-    Returns:
-        By the name of the text, the shares of new n-grams and the longest match; None, with a
-        warning, if that fails.
-    """
-    from minigpt.runs.callbacks.samples import draw_samples, only_a_warning  # imports Lightning
-
-    with only_a_warning("the originality of the text is not known"):
-        end, tokenizer = time.perf_counter() + seconds, corpus.tokenizer
-        # Of the token files of another tool, only the validation split was counted.
-        n_bytes = corpus.train.bytes or corpus.train.tokens * corpus.val.bytes / corpus.val.tokens
-        if n_bytes > MAX_INDEXED_AFTER_TRAINING:
-            raise RunError(
-                f"the training text has more than 20 MB; compare with {usage('sample')} "
-                "--originality"
-            )
-        index = build_index(corpus)
-        # Draw samples until they have enough characters; those that end with a document are short.
-        ids = corpus.tokens("val")[:_DECODED].tolist()
-        per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
-        drawn, missing = list[str](), characters
-        while missing > 0 and (left := end - time.perf_counter()) > 0:
-            group = draw_samples(
-                model,
-                tokenizer,
-                tokenizer.start,
-                seconds=left,
-                max_new_tokens=DRAWN_TOKENS,
-                temperature=0.8,
-                seed=seed + len(drawn),
-                num_samples=min(MAX_DRAWN, -(-missing // per_sample)),
-            )
-            for each in group:
-                drawn.append(each.text[:missing])
-                missing -= len(drawn[-1])
-        # Compare, with as much of the validation text.
-        validation = validation_texts(corpus, sum(map(len, drawn)))
-        texts = {"final_sample": [sample], "generated_text": drawn, "validation_text": validation}
-        compared = {name: originality(index, *parts) for name, parts in texts.items()}
-        with open(folder / SAMPLES, "a", encoding="utf-8") as file:
-            file.write(f"{ORIGINALITY_HEADER}\n{format_table(compared)}\n\n")
-        return {name: _figures(row) for name, row in compared.items()}
-    return None
-
-
-def _figures(compared: Mapping[str, Any]) -> dict[str, Any]:
+def figures(compared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a result of `originality`: not its spans."""
     return {name: compared[name] for name in ("new", "longest")}
 
 

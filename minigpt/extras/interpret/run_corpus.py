@@ -1,45 +1,23 @@
-"""The corpus of a checkpoint's run, found by its checksum, also for a run that resumes without its
-text.
+"""The corpus of a checkpoint's run, found by its checksum.
 
 The run config in a checkpoint may come from anyone and name any path, so token files are only read:
 nothing is downloaded, tokenized or written.
 """
 
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.corpus import find_prepared
 from minigpt.checkpoints.format import MINIGPT, explain_errors
-from minigpt.checkpoints.resume import find_newest, read_run
+from minigpt.checkpoints.resume import read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
-from minigpt.data.sources import find_sources
 from minigpt.data.tokenizer import from_dict
 from minigpt.extras.corpora import token_bins
 from minigpt.model.gpt import GPT
-from minigpt.runs.run_config import RunConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import usage
-from minigpt.utils.terminal import warn
 
 TOKENS_PER_BATCH = 4096
-# The settings of the data group that select the text.
-_TEXT = (
-    *(
-        "path",
-        "val_path",
-        "field",
-        "separator",
-        "split",
-        "val_fraction",
-        "source",
-        "train_bin",
-        "val_bin",
-    ),
-    *("dataset", "subset", "revision", "train_split", "val_split"),
-)
 
 
 def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
@@ -79,81 +57,10 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
                 "restore the token files of the run"
             )
         folder = Path(data["folder"]) / "tokens"
-        if found := _find_prepared(folder, run):
+        if found := find_prepared(folder, run):
             return found
         raise UserError(
             f"the token files of the run are not in {folder}; "
             "start from the folder that training was started in, or prepare them with "
             f"{usage('prepare')} and the run's data= and tokenizer="
         )
-
-
-def find_resumed_corpus(
-    run: RunConfig, folder: Path | None, missing: UserError
-) -> token_files.Corpus:
-    """Return the corpus of the run that is resumed, from its token files, if its text cannot be
-    found.
-
-    Args:
-        folder: of the run.
-        missing: the error of loading the text; it is raised if the text is there, or there is no
-            checkpoint.
-
-    Raises:
-        UserError: there are no token files that are those of the run, or other settings select the
-            text.
-    """
-    data = run.settings["data"]
-    if data["train_bin"] is not None or _is_found(data):
-        raise missing
-    if run.resume == "auto":
-        content = find_newest(folder, warn)[1] if folder else {}
-    else:
-        content = read_run(find_checkpoint(run.resume, last=True))
-    if not content:
-        raise missing
-    saved = content[MINIGPT]
-    with explain_errors("the corpus of the checkpoint cannot be read"):
-        before = saved["config"]
-        same = (
-            all(before["data"].get(key) == data.get(key) for key in _TEXT)
-            and before["tokenizer"] == run.tokenizer
-        )
-        found = _find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
-    if found is None:
-        problem = (
-            "has none of the run"
-            if same
-            else "is not searched, because other settings select the text"
-        )
-        raise UserError(f"{missing}; or restore its token files: {data['folder']}/tokens {problem}")
-    warn(
-        f"{str(missing).partition(';')[0]}: resuming on the token files in "
-        f"{found.train.files[0].parent}"
-    )
-    return found
-
-
-def _is_found(data: Mapping[str, Any]) -> bool:
-    try:
-        find_sources(data)
-    except UserError:
-        return False
-    return True
-
-
-def _find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
-    """Find the token files of a run, as its checkpoint describes it, among those of
-    `prepare.py`.
-    """
-    data, wanted = run["config"]["data"], (run["corpus_sha256"], run["tokenizer"])
-    for meta in sorted(folder.glob(f"*/{token_files.META}")):
-        with suppress(UserError):  # incomplete or damaged token files
-            corpus = token_files.load(meta.parent)
-            same_split = all(
-                data[key] == value for key, value in corpus.provenance.items() if key in data
-            )
-            same_files = run.get("corpus_provenance", corpus.provenance) == corpus.provenance
-            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split and same_files:
-                return corpus
-    return None

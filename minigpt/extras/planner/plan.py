@@ -7,38 +7,30 @@ formulas are fits to runs on CPUs, which docs/recipes.md shows.
 
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf, log2, log10
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from filelock import FileLock
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
-from minigpt.extras.planner.planned_sizes import given_settings, planned_heads
+from minigpt.extras.planner.planned_sizes import planned_heads, without
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.lightning_workarounds import set_up_process
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
-from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.runs.trainer import partial_from_config
-from minigpt.sweeps.point_settings import relevant_settings
 from minigpt.training.cpu_threads import ThreadBalancer, cpu_threads
 from minigpt.training.precision import training_precision
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json, sha256_json, write_json
-from minigpt.utils.moved import earlier
-from minigpt.utils.ranks import launcher_sizes
 
 # (n_layer, n_embd); a step of each takes up to twice the time of the one before
 SIZES = (
@@ -62,7 +54,7 @@ LEAST_VAL_BYTES = 1000
 # trained.
 FITTED = re.compile(
     r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
-    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
+    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention|originality).*"
     r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
     r"|compile|threads|checkpoint_blocks|collective_timeout"
 )
@@ -100,45 +92,6 @@ class Text:
     ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
-def plan_run(
-    cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float
-) -> DictConfig:
-    """Return `cfg` with the plan of the run that resumes, or a new one. Minutes count from
-    `started`.
-    """
-    if launcher_sizes():
-        raise UserError("minutes plans for one process; set max_steps instead")
-    given, file, sweep = (
-        given_settings(overrides),
-        folder / RUN_PLAN,
-        folder.resolve().parent / PLAN,
-    )
-    options: Any = {"given": given, "deadline": started + 60 * cfg.minutes}
-    if cfg.resume == "auto" and file.exists():
-        plan = _read_plan(file)
-    elif sweep.exists():  # whose runs share a plan if they differ in their seed alone
-        settings = {key: earlier(value) for key, value in relevant_settings(cfg).items()}
-        row = sha256_json({**settings, "seed": None})
-        shared = sweep.with_name(f".plan-{row[:16]}.json")
-        with FileLock(f"{shared}.lock"):
-            if not shared.exists():
-                write_json(shared, make_plan(cfg, corpus, **options))
-        plan = _read_plan(shared)
-    else:
-        plan = make_plan(cfg, corpus, **options)
-    write_json(file, plan)
-    for line in plan["lines"]:
-        append_log(folder, line)
-    return updated(cfg, without(given, plan["settings"]))
-
-
-def _read_plan(file: Path) -> Any:
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
-
-
 def make_plan(
     cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float
 ) -> dict[str, Any]:
@@ -166,8 +119,9 @@ def make_plan(
     longer = min(2.0, 3 * MEASURING * budget)
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
     # Drawing takes as long as training.
+    characters = OmegaConf.select(cfg, "callbacks.originality.characters") or 0
     drawing = min(
-        (cfg.originality or 0) * step / tokens_per_step(trial),
+        characters * step / tokens_per_step(trial),
         max(FINAL_SECONDS, FINAL_SHARE * budget),
     )
     fills_time = step * most_steps(trial, given, text) > budget
@@ -438,16 +392,6 @@ def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
         f"after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
     ]
-
-
-def without(given: set[str], settings: Settings) -> Settings:
-    """Return the settings whose key and config group are not given; a given corpus has the batch
-    size of the plan.
-    """
-    given = given - {"data"}
-    return {
-        key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given
-    }
 
 
 def updated(cfg: DictConfig, settings: Settings) -> DictConfig:

@@ -1,23 +1,14 @@
-"""What the core calls for `minutes=`: overrides, the plan and what it expects, and possible sizes.
-
-The sizes are around those that the user gives. Imports nothing heavy before every setting is
-checked.
-"""
+"""What is around a plan before it is made: groups, settings that it keeps, and possible sizes."""
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.model.config import RULES
-from minigpt.runs.lightning_workarounds import fast_imports
-from minigpt.runs.run import load_parts
-from minigpt.runs.run_config import RunConfig, flat, normalize
-from minigpt.runs.run_dir import RUN_PLAN
+from minigpt.runs.run_config import advice_for_text, flat, normalize
+from minigpt.utils.checks import POSITIVE, or_null
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.extras import from_extras
-from minigpt.utils.files import read_json
 
 HEAD_WIDTH = 32
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
@@ -37,28 +28,6 @@ def planned_overrides(given: Mapping[str, str]) -> list[str]:
     return [f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given]
 
 
-def with_plan(
-    cfg: DictConfig, folder: Path, overrides: Sequence[str], started: float
-) -> tuple[DictConfig, object]:
-    """Return a run configuration with the plan of `minutes=`, and the corpus of the run.
-
-    Args:
-        folder: of the run.
-        started: `time.perf_counter()` when the run started.
-    """
-    sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides))
-    corpus = load_parts(sized, folder=folder)[0]
-    with fast_imports():  # of heavy packages, after every setting is checked
-        plan_run = from_extras("plan_run")
-    return plan_run(cfg, folder, corpus, overrides, started), corpus
-
-
-def expectation(folder: Path) -> dict[str, object]:
-    """Return what the plan of a run expects, for its summary: the loss, if it is known."""
-    expected = read_json(folder / RUN_PLAN)["expected_val_loss"]
-    return {"expected_val_loss": expected} if expected else {}
-
-
 def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a run configuration with sizes that a plan could choose around the overrides, for
     checks.
@@ -69,6 +38,8 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
         UserError: a run with `minutes=` cannot have these settings; or as `planned_heads`.
     """
     normalize(cfg)
+    advice = advice_for_text(cfg, "minutes", cfg.minutes)
+    require("minutes", cfg.minutes, *or_null(POSITIVE), advice)
     require("pause_at", cfg.get("pause_at"), lambda step: step is None, "null with minutes")
     require(
         "trainer.devices",
@@ -129,3 +100,13 @@ def given_settings(overrides: Sequence[str]) -> set[str]:
     parsed = OverridesParser.create().parse_overrides([*overrides])
     given = flat({override.key_or_group: override.value() for override in parsed})
     return {key for key, value in given if PLANNED_GROUPS.get(key) != value}
+
+
+def without(given: set[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings whose key and config group are not given; a given corpus has the batch
+    size of the plan.
+    """
+    given = given - {"data"}
+    return {
+        key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given
+    }

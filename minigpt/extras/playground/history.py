@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.runs.metrics_csv import read_metrics
-from minigpt.runs.run_dir import METRICS, ORIGINALITY_HEADER, SAMPLES, is_locked, read_summary
+from minigpt.runs.run_dir import END_HEADER, METRICS, SAMPLES, is_locked, read_summary
 
 MAX_POINTS = 500  # of a curve
+_END_HEADER = re.compile(rf"(?m)^{END_HEADER}$")
 _SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
 
 
@@ -41,7 +42,7 @@ def read_samples(folder: Path) -> list[tuple[int, str]]:
         if file.is_file()
         else []
     )
-    texts = (part.partition(ORIGINALITY_HEADER)[0].strip() for part in parts[2::2])
+    texts = (_END_HEADER.split(part)[0].strip() for part in parts[2::2])
     return list(zip(map(int, parts[1::2]), texts, strict=True))
 
 

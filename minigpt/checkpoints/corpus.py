@@ -1,0 +1,101 @@
+"""The corpus of a run that resumes without its text: token files, found by their checksum.
+
+A checkpoint may come from anyone and name any path, so token files are only read.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.format import MINIGPT, explain_errors
+from minigpt.checkpoints.resume import find_newest, read_run
+from minigpt.data import token_files
+from minigpt.data.sources import find_sources
+from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import warn
+
+# The settings of the data group that select the text
+_TEXT = (
+    "path",
+    "val_path",
+    "field",
+    "separator",
+    "split",
+    "val_fraction",
+    "source",
+    "train_bin",
+    "val_bin",
+    "dataset",
+    "subset",
+    "revision",
+    "train_split",
+    "val_split",
+)
+
+
+def find_resumed_corpus(
+    settings: Mapping[str, Any], folder: Path | None, missing: UserError
+) -> token_files.Corpus:
+    """Return the corpus of the run that is resumed, if its text cannot be found.
+
+    Args:
+        settings: of the run, which resumes.
+        folder: of the run.
+        missing: the error of loading the text; it is raised if the text is there, or there is no
+            checkpoint.
+
+    Raises:
+        UserError: there are no token files that are those of the run, or other settings select the
+            text.
+    """
+    data = settings["data"]
+    if data["train_bin"] is not None or _is_found(data):
+        raise missing
+    if settings["resume"] == "auto":
+        content = find_newest(folder, warn)[1] if folder else {}
+    else:
+        content = read_run(find_checkpoint(settings["resume"], last=True))
+    if not content:
+        raise missing
+    # Other settings would select another text
+    saved = content[MINIGPT]
+    with explain_errors("the corpus of the checkpoint cannot be read"):
+        before = saved["config"]
+        changed = [key for key in _TEXT if before["data"].get(key) != data.get(key)]
+        same = not changed and before["tokenizer"] == settings["tokenizer"]
+        found = find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
+    if found is None:
+        problem = "is not searched, because other settings select the text"
+        if same:
+            problem = "has none of the run"
+        raise UserError(f"{missing}; or restore its token files: {data['folder']}/tokens {problem}")
+    warn(
+        f"{str(missing).partition(';')[0]}: resuming on the token files in "
+        f"{found.train.files[0].parent}"
+    )
+    return found
+
+
+def _is_found(data: Mapping[str, Any]) -> bool:
+    try:
+        find_sources(data)
+    except UserError:
+        return False
+    return True
+
+
+def find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
+    """Find the token files of a run, as its checkpoint describes it, among those of prepare.py."""
+    data = run["config"]["data"]
+    wanted = run["corpus_sha256"], run["tokenizer"]
+    for meta in sorted(folder.glob(f"*/{token_files.META}")):
+        with suppress(UserError):  # incomplete or damaged token files
+            corpus = token_files.load(meta.parent)
+            split = corpus.provenance
+            same_split = all(data[key] == value for key, value in split.items() if key in data)
+            same_files = run.get("corpus_provenance", split) == split
+            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split and same_files:
+                return corpus
+    return None

@@ -1,0 +1,99 @@
+"""The plan of a run as overrides: made once, kept in `plan.json`, read where the run resumes.
+
+The runs of a sweep that differ in their seed alone share a plan.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+
+from minigpt.data.token_files import Corpus
+from minigpt.extras.planner.planned_sizes import given_settings, with_possible_sizes, without
+from minigpt.runs.lightning_workarounds import fast_imports
+from minigpt.runs.run import load_parts
+from minigpt.runs.run_config import RunConfig
+from minigpt.runs.run_dir import PLAN, append_log
+from minigpt.sweeps.point_settings import relevant_settings
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json, sha256_json, write_json
+from minigpt.utils.moved import MOVED
+from minigpt.utils.ranks import launcher_sizes
+
+RUN_PLAN = "plan.json"
+_EARLIER = {present: earlier for earlier, present in MOVED.items()}
+
+
+def plan_overrides(
+    cfg: DictConfig, folder: Path, overrides: Sequence[str], started: float
+) -> tuple[dict[str, Any], Corpus]:
+    """Return the settings of the plan of a run by key, without those given, and its corpus.
+
+    Args:
+        cfg: of the run, which is normalized.
+        folder: of the run; it may hold the plan of the run that resumes.
+        started: `time.perf_counter()` when the run started, from which its minutes count.
+
+    Raises:
+        UserError: the run has settings for which no plan is made, or the plan is damaged.
+    """
+    # Check every setting before heavy packages are imported
+    sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides))
+    corpus = load_parts(sized, folder=folder)[0]
+    if launcher_sizes():
+        raise UserError("minutes plans for one process; set max_steps instead")
+    # Find the plan, or make it
+    given = given_settings(overrides)
+    deadline = started + 60 * cfg.minutes
+    file = folder / RUN_PLAN
+    if cfg.resume == "auto" and file.exists():
+        plan = _read_plan(file)
+    elif (folder.resolve().parent / PLAN).exists():
+        shared = folder.resolve().with_name(f".plan-{_checksum(cfg)[:16]}.json")
+        with FileLock(f"{shared}.lock"):
+            if not shared.exists():
+                write_json(shared, _new_plan(cfg, corpus, given, deadline))
+        plan = _read_plan(shared)
+    else:
+        plan = _new_plan(cfg, corpus, given, deadline)
+    # Write it, and what it expects to the results of the run
+    write_json(file, plan)
+    for line in plan["lines"]:
+        append_log(folder, line)
+    settings = without(given, plan["settings"])
+    if plan["expected_val_loss"]:
+        loss, margin = plan["expected_val_loss"]
+        settings["callbacks.expectation"] = {
+            "_target_": "minigpt.extras.planner.expectation.Expectation",
+            "loss": loss,
+            "margin": margin,
+        }
+    return settings, corpus
+
+
+def _new_plan(cfg: DictConfig, corpus: Corpus, given: set[str], deadline: float) -> Any:
+    with fast_imports():
+        from minigpt.extras.planner.plan import make_plan
+    return make_plan(cfg, corpus, given, deadline=deadline)
+
+
+def _read_plan(file: Path) -> Any:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
+
+
+def _checksum(cfg: DictConfig) -> str:
+    """Return the checksum of what runs with one plan share, all but the seed.
+
+    With names and settings as in earlier versions, whose sweeps find their plans by it.
+    """
+    settings = relevant_settings(cfg)
+    for key, value in settings.items():
+        if isinstance(value, str):
+            settings[key] = _EARLIER.get(value, value)
+    characters = OmegaConf.select(cfg, "callbacks.originality.characters")
+    return sha256_json({**settings, "originality": characters, "seed": None})
