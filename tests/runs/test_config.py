@@ -28,10 +28,11 @@ MODEL = """
 RUN = """
     max_steps=0 max_steps=null eval_every=0 log_every=0 data.batch_size=0 data.eval_batch_size=-2
     optimizer.newton_schulz_steps=0 trainer.accumulate_grad_batches=0 pause_at=0 pause_at=300
-    pause_at=1250 eval_batches=0 checkpoint_blocks=0 data.threads=0 threads=0 originality=0 seed=-1
+    pause_at=1250 eval_batches=0 checkpoint_blocks=0 data.threads=0 threads=0
+    callbacks.originality.characters=0 seed=-1
     seed=1.5 seed=18446744073709551616 data.overfit_batches=-1 schedule.warmup_steps=-1
     collective_timeout=0 optimizer.lr=0 optimizer.lr=fast optimizer.adam_lr=0
-    trainer.gradient_clip_val=0 minutes=0 optimizer.weight_decay=-0.1 optimizer.momentum=1
+    trainer.gradient_clip_val=0 optimizer.weight_decay=-0.1 optimizer.momentum=1
     optimizer.ngram_weight_decay=-1 optimizer.betas=[0.9] optimizer.betas=null
     optimizer.betas=[2.0,0.99] data.val_fraction=0 data.val_fraction=1 ema_decay=1
     schedule.final_lr_frac=-1 trainer.strategy.compress=1 data.train_bin=[]
@@ -71,7 +72,7 @@ WHOLE = {
     "pause_at": "1e2",
     "seed": "1e18",
     "threads": "2.0",
-    "originality": "1e3",
+    "callbacks.originality.characters": "1e3",
     "data.batch_size": "4.0",
     "data.overfit_batches": "0.0",
     "model.n_layer": "2.0",

@@ -245,7 +245,7 @@ def test_a_group_without_a_choice_is_none(group):
         assert complete_overrides([override, "seed=1"]) == [none, "seed=1"]
     config = composed(none)
     assert (
-        [*config.callbacks.values()] == [None] * 3 if group == "callbacks" else config == composed()
+        [*config.callbacks.values()] == [None] * 4 if group == "callbacks" else config == composed()
     )
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
-from minigpt.extras.interpret import originality
+from minigpt.extras.interpret import originality, originality_callback
 from minigpt.extras.interpret.originality import (
     BORDER,
     INDEX,
@@ -329,13 +329,13 @@ def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(
         return stream(*args, **settings)
 
     monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", watch)
-    monkeypatch.setattr(originality, "DRAWN_TOKENS", 10)
+    monkeypatch.setattr(originality_callback, "DRAWN_TOKENS", 10)
     train(*line, "originality=1000", folder=tmp_path / "a")
     assert (widths[:3], sum(map(len, compared[1]))) == (
         [1, 50, 50],
         1000,
     )  # the first is the final sample
-    monkeypatch.setattr(originality, "MAX_INDEXED_AFTER_TRAINING", 2999)
+    monkeypatch.setattr(originality_callback, "MAX_INDEXED_BYTES", 2999)
     assert train(*line, "originality=1000", folder=tmp_path / "b").summary["originality"] is None
     assert (
         "the originality of the text is not known: the training text has more than 20 MB"

@@ -1,0 +1,44 @@
+"""Overrides of planned runs, and their configuration."""
+
+from functools import cache
+
+import pytest
+from small_runs import CONFIGS, composed
+
+from minigpt.runs.overrides import complete_overrides
+
+compose_once = cache(composed)
+
+
+@pytest.fixture
+def mine(text, tmp_path):
+    """Overrides of a planned run on a small text."""
+    return [
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+        "data=text",
+        "trainer=cpu",
+        "minutes=1",
+    ]
+
+
+@pytest.fixture(scope="session")
+def planned():
+    """Compose a run as `planned("minutes=1", "model.n_head=3")`: files once, and values on a copy."""
+
+    def compose(*overrides):
+        files, values = [], []
+        for override in complete_overrides(overrides):
+            key = override.partition("=")[0].lstrip("+")
+            kind = files if (CONFIGS / key).is_dir() else values
+            kind.append(override.lstrip("+"))
+        cfg = compose_once(*sorted(files)).copy()
+        cfg.merge_with_dotlist(values)
+        return cfg
+
+    return compose
+
+
+@pytest.fixture
+def cfg(planned):
+    return planned("minutes=1")
