@@ -52,8 +52,8 @@ def main() -> None:
     from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.init_from import find_pretrained
+    from minigpt.extras.corpora.run_corpus import validation_batches
     from minigpt.extras.interpret import attention_plots, heads
-    from minigpt.extras.interpret.run_corpus import validation_batches
     from minigpt.extras.interpret.token_pieces import token_pieces
     from minigpt.sampling.sample_cli import read_prompt
 

@@ -332,8 +332,11 @@ def sample_best(
     model = module.model
     if best.exists():
         model, _ = load_checkpoint(best, device=trainer.strategy.root_device)
+    callbacks = reports(trainer) if best.exists() else []
     if trainer.is_global_zero:
-        run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens; at most {seconds:,.0f} s")
+        drawn = [callback.draws for callback in callbacks if callback.draws]
+        what = " and ".join([f"{FINAL_TOKENS} tokens", *drawn])
+        run_dir.append_log(folder, f"sampling    {what}; at most {seconds:,.0f} s")
     # The sample takes half of the time at most
     end = time.perf_counter() + seconds
     sample = sample_text(
@@ -345,7 +348,7 @@ def sample_best(
         seed=data.run.seed,
         max_new_tokens=FINAL_TOKENS,
     )
-    for callback in reports(trainer) if best.exists() else ():
+    for callback in callbacks:
         with only_a_warning(f"{type(callback).__name__} failed"):
             callback.on_sampled(model, data.corpus, sample, folder, end - time.perf_counter())
     return sample

@@ -230,8 +230,7 @@ def load_parts(
     Raises:
         UserError: the text or the model is missing, or they do not fit each other or the settings.
     """
-    from minigpt.checkpoints.corpus import find_resumed_corpus  # these import numpy
-    from minigpt.data.prepare import load_corpus
+    from minigpt.data.prepare import load_corpus  # imports numpy
 
     # Points of a sweep share a corpus
     def load(tokenizer: Mapping[str, object]) -> "Corpus":
@@ -240,7 +239,8 @@ def load_parts(
         except UserError as error:
             if run.resume is None:
                 raise
-            return find_resumed_corpus(run.settings, folder, error)  # the text may be gone
+            find_resumed = from_extras("find_resumed_corpus")
+            return find_resumed(run.settings, folder, error)  # the text may be gone
 
     # A new model takes its vocabulary from the text, a pretrained one brings its tokenizer
     pretrained = None

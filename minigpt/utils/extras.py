@@ -6,6 +6,7 @@ from typing import Any
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "find_huggingface": "huggingface.pretrained",
+    "find_resumed_corpus": "corpora.run_corpus",
     "hub_source": "corpora.hub_data",
     "join_chunks": "huggingface.whole_documents",
     "load_token_bins": "corpora.token_bins",

@@ -17,7 +17,7 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import encode_prompt
-from minigpt.extras.interpret.run_corpus import find_corpus
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.runs.run_dir import read_summary
 
 transformers = pytest.importorskip("transformers")

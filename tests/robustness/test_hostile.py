@@ -20,7 +20,7 @@ from torch import Tensor
 from minigpt.checkpoints.format import checksum, contents, write
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
-from minigpt.extras.interpret.run_corpus import validation_batches
+from minigpt.extras.corpora.run_corpus import validation_batches
 from minigpt.utils.cli import UserError
 
 ALPHABET = "\n abcdeé€😀"

@@ -12,7 +12,7 @@ from small_runs import column
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
-from minigpt.extras.interpret.run_corpus import validation_batches
+from minigpt.extras.corpora.run_corpus import validation_batches
 from minigpt.runs.callbacks.resume_state import ResumeState
 
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]

@@ -16,8 +16,8 @@ import torch
 
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
+from minigpt.extras.corpora.run_corpus import validation_batches
 from minigpt.extras.interpret.heads import attention_maps, head_table, induction_scores
-from minigpt.extras.interpret.run_corpus import validation_batches
 from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import file_version

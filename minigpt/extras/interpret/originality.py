@@ -21,7 +21,7 @@ from filelock import FileLock
 from pydivsufsort import divsufsort
 
 from minigpt.data.token_files import STARTS, Corpus, Split
-from minigpt.extras.interpret.run_corpus import find_corpus
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, file_version, sha256_json
 from minigpt.utils.terminal import warn

@@ -9,7 +9,7 @@ from minigpt.data.tokenizer import Tokenizer
 from minigpt.model.gpt import GPT
 from minigpt.runs.callbacks.report import ReportCallback
 from minigpt.runs.callbacks.samples import draw_samples, only_a_warning
-from minigpt.runs.run_dir import SAMPLES, Summary, append_log
+from minigpt.runs.run_dir import SAMPLES, Summary
 from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, or_null
 from minigpt.utils.errors import RunError, require
 from minigpt.utils.scripts import usage
@@ -35,6 +35,8 @@ class Originality(ReportCallback):
         require("callbacks.originality.characters", characters, *or_null(POSITIVE_INT))
         require("callbacks.originality.seed", seed, *NON_NEGATIVE_INT)
         self.characters = characters
+        if characters is not None:
+            self.draws = f"{characters:,} characters, to see how much is copied"
         self.seed = seed
         # By the name of the text, the shares of new n-grams and the longest match
         self.compared: dict[str, dict[str, Any]] | None = None
@@ -44,11 +46,6 @@ class Originality(ReportCallback):
     ) -> None:
         if self.characters is None:
             return
-        append_log(
-            folder,
-            f"originality {self.characters:,} characters, to see how much is copied; "
-            f"at most {seconds:,.0f} s",
-        )
         end = time.perf_counter() + DRAWING * seconds
         with only_a_warning("the originality of the text is not known"):
             from minigpt.extras.interpret import originality  # imports an index of suffixes

@@ -12,6 +12,8 @@ from minigpt.runs.run_dir import Summary
 class ReportCallback(L.Callback):
     """Add to the results of a run: to `summary.json`, and to what is printed."""
 
+    draws = ""  # what `on_sampled` draws, for the log
+
     def on_sampled(
         self, model: GPT, corpus: Corpus, sample: str, folder: Path, seconds: float
     ) -> None:

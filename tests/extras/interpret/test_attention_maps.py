@@ -15,8 +15,8 @@ from test_heads import uniform
 from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.extras.interpret.attention_plots import plot_maps
-from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 
 TOKENIZER = CharTokenizer("\n :EMORWaght")

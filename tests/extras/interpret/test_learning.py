@@ -7,9 +7,9 @@ from torch.testing import assert_close
 
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.extras.interpret.heads import attention_maps, induction_scores
 from minigpt.extras.interpret.learning import KINDS, learning_curves, token_kinds
-from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.utils.errors import UserError
 
 

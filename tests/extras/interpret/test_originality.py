@@ -12,6 +12,7 @@ from pydivsufsort import divsufsort
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minigpt.checkpoints.find import BEST
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
 from minigpt.extras.interpret import originality, originality_callback
 from minigpt.extras.interpret.originality import (
@@ -22,7 +23,6 @@ from minigpt.extras.interpret.originality import (
     build_index,
     validation_texts,
 )
-from minigpt.extras.interpret.run_corpus import find_corpus
 from minigpt.extras.playground.history import read_samples
 from minigpt.sampling.generation import stream
 from minigpt.utils.errors import UserError

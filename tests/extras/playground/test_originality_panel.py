@@ -11,8 +11,8 @@ from servers import serving
 from small_runs import wait_until
 
 from minigpt.checkpoints.find import BEST
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.extras.interpret.originality import Index, build_index, originality, validation_texts
-from minigpt.extras.interpret.run_corpus import find_corpus
 
 
 def texts(reader: Reader, selector: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""The corpus of a run that resumes without its text: token files, found by their checksum.
+"""The corpus of a checkpoint's run, found by its checksum; a run resumes without its text so.
 
-A checkpoint may come from anyone and name any path, so token files are only read.
+The run config in a checkpoint may come from anyone and name any path, so token files are only read:
+nothing is downloaded, tokenized or written.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,20 @@ from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import MINIGPT, explain_errors
 from minigpt.checkpoints.resume import find_newest, read_run
 from minigpt.data import token_files
+from minigpt.data.batches import ValidationBatches
 from minigpt.data.sources import find_sources
+from minigpt.data.tokenizer import from_dict
+from minigpt.extras.corpora import token_bins
+from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import warn
 
+TOKENS_PER_BATCH = 4096
+
+
 # The settings of the data group that select the text
-_TEXT = (
+TEXT_SETTINGS = (
     "path",
     "val_path",
     "field",
@@ -33,6 +42,52 @@ _TEXT = (
     "train_split",
     "val_split",
 )
+
+
+def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
+    """Return the whole validation split of a checkpoint's run, in the windows that the run
+    validated on.
+
+    Raises:
+        UserError: the checkpoint has no run config, or the token files of the run are missing or
+            have changed.
+    """
+    corpus, block_size = find_corpus(checkpoint), model.config.block_size
+    corpus.check_length(block_size)
+    return ValidationBatches(
+        corpus.tokens("val"),
+        block_size=block_size,
+        batch_size=max(1, TOKENS_PER_BATCH // block_size),
+        rank=0,
+        world_size=1,
+        device=model.wte.weight.device,
+    )
+
+
+def find_corpus(checkpoint: Path) -> token_files.Corpus:
+    """Return the corpus of a checkpoint's run; raises UserError as `validation_batches`."""
+    if checkpoint.is_dir():  # of Hugging Face
+        raise UserError(f"{checkpoint} is no run of minigpt, whose text is known")
+    run = read_run(checkpoint)[MINIGPT]
+    with explain_errors(f"the corpus of {checkpoint} cannot be read"):
+        data = run["config"]["data"]
+        if data["train_bin"]:
+            prepared = token_bins.load_prepared(data)
+            corpus = prepared or token_bins.load_bins(data, from_dict(run["tokenizer"]))
+            if corpus.sha256 == run["corpus_sha256"]:
+                return corpus
+            raise UserError(
+                f"{data['train_bin']} or {data['val_bin']} has changed since training; "
+                "restore the token files of the run"
+            )
+        folder = Path(data["folder"]) / "tokens"
+        if found := _find_prepared(folder, run):
+            return found
+        raise UserError(
+            f"the token files of the run are not in {folder}; "
+            "start from the folder that training was started in, or prepare them with "
+            f"{usage('prepare')} and the run's data= and tokenizer="
+        )
 
 
 def find_resumed_corpus(
@@ -63,9 +118,9 @@ def find_resumed_corpus(
     saved = content[MINIGPT]
     with explain_errors("the corpus of the checkpoint cannot be read"):
         before = saved["config"]
-        changed = [key for key in _TEXT if before["data"].get(key) != data.get(key)]
+        changed = [key for key in TEXT_SETTINGS if before["data"].get(key) != data.get(key)]
         same = not changed and before["tokenizer"] == settings["tokenizer"]
-        found = find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
+        found = _find_prepared(Path(data["folder"]) / "tokens", saved) if same else None
     if found is None:
         problem = "is not searched, because other settings select the text"
         if same:
@@ -86,7 +141,7 @@ def _is_found(data: Mapping[str, Any]) -> bool:
     return True
 
 
-def find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
+def _find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
     """Find the token files of a run, as its checkpoint describes it, among those of prepare.py."""
     data = run["config"]["data"]
     wanted = run["corpus_sha256"], run["tokenizer"]
