@@ -8,10 +8,7 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
-import pytest
 from small_runs import ROOT
-
-import minigpt
 
 ORDER = [
     *("utils", "data", "model", "training", "checkpoints", "distributed", "sampling", "runs"),
@@ -114,15 +111,6 @@ def test_there_are_few_packages_and_no_modules_beside_them():
     assert len(own) <= 18
     for file in own:  # empty, or a docstring
         assert statements(ast.parse(file.read_text(encoding="utf-8"))) <= 1, file
-
-
-def test_a_run_and_its_samples_need_no_extra(train, monkeypatch: pytest.MonkeyPatch):
-    """No module of the core imports one, as a test above says, and none is reached by its name."""
-    monkeypatch.setattr("minigpt.utils.extras.resolve_name", None)
-    monkeypatch.setitem(sys.modules, "minigpt.extras.interpret.snapshots", None)
-    less = ["callbacks.samples.max_new_tokens=5", "callbacks.snapshots=null", "originality=null"]
-    model, _ = minigpt.load_checkpoint(train(*less, "max_steps=2").folder)
-    assert len(minigpt.generate(model, [1], max_new_tokens=3)[0].tokens) == 3
 
 
 def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(

@@ -13,7 +13,7 @@ from refusals import refused
 
 from minigpt.checkpoints.format import contents, write
 from minigpt.data.prepare import load_corpus
-from minigpt.extras.interpret.run_corpus import find_corpus
+from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import RunError, UserError
 

@@ -140,8 +140,8 @@ def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_ti
     monkeypatch.setattr("minigpt.runs.fit.FINAL_TOKENS", 300)
     run = train("callbacks.originality.characters=2000", "max_steps=5")
     out, err = capsys.readouterr()
-    assert "sampling    300 tokens; at most 1 s\n" in err
-    assert "originality 2,000 characters, to see how much is copied; at most 1 s\n" in err
+    what = "300 tokens and 2,000 characters, to see how much is copied; at most 1 s"
+    assert f"sampling    {what}\n" in err
     assert len(out.partition("\nvalidation loss")[0]) < 100  # of at most 15 tokens
     found = run.summary["originality"].keys()
     assert {"final_sample", "generated_text", "validation_text"} == found

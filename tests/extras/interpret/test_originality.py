@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from minigpt.checkpoints.find import BEST
 from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
-from minigpt.extras.interpret import originality, originality_callback
+from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.originality import (
     BORDER,
     INDEX,
@@ -23,8 +23,6 @@ from minigpt.extras.interpret.originality import (
     build_index,
     validation_texts,
 )
-from minigpt.extras.playground.history import read_samples
-from minigpt.sampling.generation import stream
 from minigpt.utils.errors import UserError
 
 BPE = {"name": "bpe", "vocab_size": 300}
@@ -73,20 +71,6 @@ def count_builds(monkeypatch):
 
     monkeypatch.setattr(originality, "divsufsort", sort)
     return built
-
-
-@pytest.fixture
-def compared(monkeypatch):
-    """Return a list that grows by the texts of every comparison."""
-    texts = []
-
-    def compare(index, *parts):
-        texts.append(parts)
-        return compare_texts(index, *parts)
-
-    compare_texts = originality.originality
-    monkeypatch.setattr(originality, "originality", compare)
-    return texts
 
 
 @pytest.mark.parametrize("alphabet", ["ab", "abé漢😀"])
@@ -284,81 +268,6 @@ def test_several_who_need_an_index_wait_for_one(tmp_path, monkeypatch, count_bui
         indexes = [*pool.map(build_index, [corpus] * 4)]
     assert len({index.text for index in indexes}) == 1
     assert len(count_builds) == 1
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe tokenizer.vocab_size=300"], ids=str)
-def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compared, tokenizer):
-    """Also of documents that are shorter than a sample."""
-    letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшчыз")
-    (tmp_path / "cyrillic.jsonl").write_text(
-        rows([text.translate(letters) for text in stories(80)]), encoding="utf-8"
-    )
-    steps = "max_steps=1", "eval_every=1", "data.eval_batch_size=1", "callbacks.snapshots=null"
-    train(
-        f"data.path={tmp_path}/cyrillic.jsonl",
-        *f"tokenizer={tokenizer}".split(),
-        "originality=900",
-        *steps,
-        "data.val_fraction=0.5",
-    )
-    _, drawn, validation = compared
-    assert sum(map(len, drawn)) == 900
-    assert sum(map(len, validation)) + len(validation) - 1 == 900  # with what separates documents
-    assert len(validation) > 5
-
-
-def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(
-    train, tmp_path, compared, monkeypatch, capsys
-):
-    text = "".join(stories(100)).encode()
-    for name, part in (("train", text[:3000]), ("val", text[3000:4000])):
-        np.frombuffer(part, np.uint8).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
-    files = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
-    line = (
-        "data.path=null",
-        "tokenizer=byte",
-        *files,
-        "max_steps=1",
-        "eval_every=1",
-        "callbacks.snapshots=null",
-    )
-    widths = []
-
-    def watch(*args, **settings):
-        widths.append(settings.get("num_samples", 1))
-        return stream(*args, **settings)
-
-    monkeypatch.setattr("minigpt.runs.callbacks.samples.stream", watch)
-    monkeypatch.setattr(originality_callback, "DRAWN_TOKENS", 10)
-    train(*line, "originality=1000", folder=tmp_path / "a")
-    assert (widths[:3], sum(map(len, compared[1]))) == (
-        [1, 50, 50],
-        1000,
-    )  # the first is the final sample
-    monkeypatch.setattr(originality_callback, "MAX_INDEXED_BYTES", 2999)
-    assert train(*line, "originality=1000", folder=tmp_path / "b").summary["originality"] is None
-    assert (
-        "the originality of the text is not known: the training text has more than 20 MB"
-        in capsys.readouterr().err
-    )
-
-
-def test_a_run_reports_how_much_it_copies(train, capsys):
-    run = train("originality=500", "callbacks.samples.max_new_tokens=20", "model.vocab_size=512")
-    # Ids that are no characters
-    assert "\ufffd" not in (run.folder / "samples.txt").read_text(encoding="utf-8")
-    summary = run.summary["originality"]
-    assert list(summary) == ["final_sample", "generated_text", "validation_text"]
-    assert 0 <= summary["generated_text"]["new"]["5"] <= summary["generated_text"]["new"]["10"] <= 1
-    assert (
-        f"longest copy     {summary['generated_text']['longest']} characters"
-        in capsys.readouterr().out
-    )
-    assert [step for step, sample in read_samples(run.folder) if "originality" not in sample] == [
-        10,
-        20,
-    ]
-    assert train("max_steps=1", folder=run.folder.with_name("none")).summary["originality"] is None
 
 
 def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, tmp_path):
