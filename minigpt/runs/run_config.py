@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, errors, open_dict
+from omegaconf import DictConfig, OmegaConf, errors
 
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.moved import RENAMED, current
+from minigpt.utils.moved import current, rename_settings
 from minigpt.utils.scripts import ROOT, shell_quote
 
 Node = dict[str, Any]  # a config group
@@ -213,7 +213,7 @@ def normalize(cfg: DictConfig) -> Node:
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
     """
-    _rename(cfg)
+    rename_settings(cfg)
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))
@@ -228,22 +228,6 @@ def normalize(cfg: DictConfig) -> Node:
             OmegaConf.update(cfg, key, value)
         settings[key] = value
     return settings
-
-
-def _rename(cfg: DictConfig) -> None:
-    """Move the settings of `RENAMED` to their present keys.
-
-    Raises:
-        UserError: a setting would have no effect, because the run is without its group.
-    """
-    for key in RENAMED.keys() & cfg.keys():
-        with open_dict(cfg):
-            value = cfg.pop(key)
-        group = RENAMED[key].rpartition(".")[0]
-        if OmegaConf.select(cfg, group) is not None:
-            OmegaConf.update(cfg, RENAMED[key], value, force_add=True)
-        elif value is not None and "callbacks" in cfg:  # scripts/prepare.py has none
-            raise UserError(f"{key} is {RENAMED[key]}, but this run is without {group}; remove it")
 
 
 def escape_references(text: str) -> str:

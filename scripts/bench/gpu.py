@@ -41,7 +41,7 @@ from time_to_loss import crossing, nanogpt_estimate, run_baseline, run_recipe, s
 
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
-from minigpt.runs.callbacks.gpu_peaks import PEAK_FLOPS
+from minigpt.training.gpu_peaks import PEAK_FLOPS
 from minigpt.utils.checks import POSITIVE_INT, one_of
 from minigpt.utils.cli import cli_entrypoint, error_text
 from minigpt.utils.errors import UserError, require

@@ -15,13 +15,13 @@ from minigpt.checkpoints.find import BEST
 from minigpt.distributed.process_group import gather_objects
 from minigpt.model.ops import local_shard
 from minigpt.runs.callbacks.checkpoint_callback import CheckpointCallback
-from minigpt.runs.callbacks.gpu_peaks import PEAK_FLOPS, device_name
 from minigpt.runs.callbacks.progress_bar import Progress
 from minigpt.runs.lightning_workarounds import is_optimizer_step
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_config import RunConfig
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, short_path, update_latest_link
 from minigpt.training.cpu_threads import ThreadBalancer
+from minigpt.training.gpu_peaks import PEAK_FLOPS, device_name
 from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import NonFiniteLoss
 from minigpt.utils.files import sync
