@@ -63,13 +63,13 @@ TINY += [
     "trainer=cpu",
     "compile=false",
     "callbacks.samples.max_new_tokens=5",
-    "originality=50",
+    "callbacks.originality.characters=50",
 ]
 # A run does no more than train: no samples, no snapshots, and no text at its end.
 ONLY_TRAINING = [
     "callbacks.samples.max_new_tokens=1",
     "callbacks.snapshots=null",
-    "originality=null",
+    "callbacks.originality=null",
 ]
 # 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
 GPT2 = ["model.vocab_size=50304", "model.bias=false", "data.eval_batch_size=8", "eval_batches=1"]
@@ -265,7 +265,11 @@ def memory(session: Session) -> None:
 
 def minutes(session: Session) -> None:
     """Train for a given time; the size of the model is that of the plan, also in a rehearsal."""
-    settings = ["trainer=cpu", "originality=50"] if session.rehearse else ["trainer=gpu"]
+    settings = (
+        ["trainer=cpu", "callbacks.originality.characters=50"]
+        if session.rehearse
+        else ["trainer=gpu"]
+    )
     texts = {} if session.rehearse else {"tiny shakespeare": []}
     if session.text:
         texts[session.text.name] = ["data=text", f"data.path={session.text.resolve()}"]

@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from small_runs import ROOT, table
 
 NOTEBOOK = ROOT / "docs/minigpt.ipynb"
-SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 originality=null trainer=cpu"
+SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 callbacks.originality=null trainer=cpu"
 PARAMETERS = f"""
 import matplotlib
 TRAIN = "data.path=all.txt max_steps=20 eval_every=10 model.n_embd=16 {SHORT}".split()

@@ -52,7 +52,10 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     torn: str,
 ) -> None:
     """Killed before its summary, or with a sample that a full disk cut off."""
-    settings = f"originality={originality}", "callbacks.samples.max_new_tokens=20"
+    settings = (
+        f"callbacks.originality.characters={originality}",
+        "callbacks.samples.max_new_tokens=20",
+    )
     whole, folder = trained(*settings), tmp_path / "run"
     shutil.copytree(whole, folder)
     (folder / "summary.json").unlink()
@@ -76,7 +79,7 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
     (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train("logger=wandb", "originality=100", "resume=auto")
+    train("logger=wandb", "callbacks.originality.characters=100", "resume=auto")
     assert "Weights & Biases is lost" not in capsys.readouterr().err
     records = wandb_records(tmp_path / "run")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]

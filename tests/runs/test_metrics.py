@@ -42,7 +42,7 @@ SETTINGS = f"""
     trainer=cpu trainer.accumulate_grad_batches=2 trainer.gradient_clip_val=1.3 trainer.precision=64-true
     optimizer=adamw optimizer.lr=0.05 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.5
     schedule=linear schedule.warmup_steps=3 schedule.final_lr_frac=0.1
-    max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples=null originality=400
+    max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples=null callbacks.originality.characters=400
 """.split()
 RANKS = {
     "one": (),
@@ -277,7 +277,7 @@ def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
         "optimizer.lr=3",
         "schedule.warmup_steps=9",
         "eval_every=1",
-        "originality=null",
+        "callbacks.originality=null",
     ]
     before = minigpt.train([*growing, "max_steps=3", f"hydra.run.dir={tmp_path}/run"])
     first, second, third = (row for row in table(tmp_path / "run/metrics.csv") if row["val_loss"])

@@ -496,7 +496,7 @@ def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     name, short = (
         "a, b & #1; !='x'.txt",
-        ["max_steps=2", "eval_every=2", "callbacks.samples=null", "originality=null"],
+        ["max_steps=2", "eval_every=2", "callbacks.samples=null", "callbacks.originality=null"],
     )
     short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
     (tmp_path / "2024").mkdir()

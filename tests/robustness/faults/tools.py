@@ -51,7 +51,7 @@ SETTINGS = f"""
     trainer={os.environ.get("MINIGPT_FAULTS_TRAINER", "cpu")} trainer.accumulate_grad_batches=2
     model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=128 model.dropout=0.1
     data.batch_size=4 max_steps={STEPS} eval_every={EVAL_EVERY} log_every=3 schedule.warmup_steps=5 ema_decay=0.9
-    callbacks.samples.max_new_tokens=10 originality=1000
+    callbacks.samples.max_new_tokens=10 callbacks.originality.characters=1000
 """.split()
 
 Trial = Callable[[Path, Random], str | float | None]
