@@ -56,13 +56,18 @@ RANKS = {
 
 
 @pytest.fixture(scope="session")
-def given(tmp_path_factory):
-    """Settings, with a text of 3001 characters, some of two bytes; 2400 are trained on, no window of 16 ends there."""
-    words, drawn = ["été", "la", "reine", "où", "dort"], random.Random(0)
-    folder = tmp_path_factory.mktemp("corpus")
-    text = " ".join(drawn.choice(words) for _ in range(1000))[:3001]
-    (folder / "text.txt").write_text(text, encoding="utf-8")
-    return [*SETTINGS, f"data.path={folder}/text.txt", f"data.folder={folder}/data"]
+def given(once):
+    """Settings, with a text of 3001 characters, some of two bytes.
+
+    2400 are trained on; no window of 16 ends there.
+    """
+
+    def build(folder):
+        drawn = random.Random(0)
+        words = (drawn.choice(["été", "la", "reine", "où", "dort"]) for _ in range(1000))
+        (folder / "text.txt").write_text(" ".join(words)[:3001], encoding="utf-8")
+
+    return [*SETTINGS, f"data.path={once('metrics-text', build)}/text.txt"]
 
 
 def set_peak_flops():
@@ -70,41 +75,46 @@ def set_peak_flops():
 
 
 @pytest.fixture(scope="session", params=RANKS)
-def run(request, given, tmp_path_factory):
+def run(request, given, once):
     """A run in one process, and in two as torchrun starts them."""
-    folder, env = tmp_path_factory.mktemp(request.param), [{}]
-    command = [*given, *RANKS[request.param], f"hydra.run.dir={folder}"]
-    if request.param != "one":
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            group = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free.getsockname()[1]),
-                "GROUP_RANK": "0",
-            }
-        group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-        env = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    began = time.perf_counter()
-    options = [
-        {"output": folder.with_suffix(f".{rank}"), "env": its} for rank, its in enumerate(env)
-    ]
-    ranks = [Script("train.py", *command, prepare=set_peak_flops, **its) for its in options]
-    assert [rank.wait() for rank in ranks] == [0] * len(ranks), ranks[0].stderr
+    ranks = "0" if request.param == "one" else "01"
+
+    def build(folder):
+        env = {}
+        if len(ranks) > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+            env["GROUP_RANK"] = "0"
+        line = [*given, *RANKS[request.param], f"data.folder={folder}/data"]
+        began = time.perf_counter()
+        started = []
+        for rank in ranks:
+            own = env | {"RANK": rank, "LOCAL_RANK": rank} if env else {}
+            options = {"prepare": set_peak_flops, "output": folder / rank, "env": own}
+            started.append(Script("train.py", *line, f"hydra.run.dir={folder}/run", **options))
+        assert [one.wait() for one in started] == [0] * len(ranks), started[0].stderr
+        (folder / "wall").write_text(str(time.perf_counter() - began))
+
+    built = once(f"metrics-{request.param}", build)
+    folder = built / "run"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return SimpleNamespace(
         folder=folder,
         world=len(ranks),
         rel=1e-4 if request.param == "fsdp" else 1e-9,
         rows=table(folder / "metrics.csv"),
-        summary=json.loads((folder / "summary.json").read_text(encoding="utf-8")),
-        wall=time.perf_counter() - began,
-        command=" ".join([str(SCRIPTS / "train.py"), *command]),
+        summary=summary,
+        wall=float((built / "wall").read_text()),
+        command=[*given, *RANKS[request.param], f"data.folder={built}/data"],
     )
 
 
 @pytest.fixture(scope="session")
 def loop(given):
     """The same training without Lightning, optimizers of ours or a data module, with the settings as numbers."""
-    file = Path(given[-2].removeprefix("data.path="))
+    file = Path(given[-1].removeprefix("data.path="))
     text = file.read_text(encoding="utf-8")
     ids = torch.tensor([sorted(set(text)).index(character) for character in text])
     train, val = ids[:2400], ids[2400:]
@@ -203,6 +213,7 @@ def test_a_summary_is_what_was_measured(run, loop):
         for command in commands
     ]
     commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
+    train = str(SCRIPTS / "train.py")
     assert run.summary["device"].startswith("cpu, ")
     assert list(run.summary["originality"]) == ["final_sample", "generated_text", "validation_text"]
     assert run.summary == {
@@ -236,7 +247,7 @@ def test_a_summary_is_what_was_measured(run, loop):
         "resumed_from": None,
         "corpus_sha256": hashlib.sha256(loop.file.read_bytes()).hexdigest(),
         "tokenizer": "char",
-        "command": run.command,
+        "command": " ".join([train, *run.command, f"hydra.run.dir={run.folder}"]),
         "host": platform.node(),
         "versions": {
             "minigpt": version("minigpt"),
@@ -252,11 +263,16 @@ def test_every_process_draws_its_own_dropout(run):
     assert len(states) == run.world
 
 
-def test_a_validation_loss_that_is_nan_ends_the_run(given, tmp_path):
+@pytest.fixture
+def mine(given, tmp_path):
+    return [*given, f"data.folder={tmp_path}/data", f"hydra.run.dir={tmp_path}/run"]
+
+
+def test_a_validation_loss_that_is_nan_ends_the_run(mine, tmp_path):
     """Of a single step: the loss before it is finite."""
     diverging = ["max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"]
     with pytest.raises(RunError, match="at step 1 "):
-        minigpt.train([*given, *diverging, f"hydra.run.dir={tmp_path}/run"])
+        minigpt.train([*mine, *diverging])
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == (
         "failed",
@@ -266,26 +282,24 @@ def test_a_validation_loss_that_is_nan_ends_the_run(given, tmp_path):
 
 
 def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
-    given, tmp_path, monkeypatch
+    mine, tmp_path, monkeypatch
 ):
     """Where the learning rate grows until nothing is learnt, and validations take 1000 s; then the run resumes."""
     took = []
     monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))
     growing = [
-        *given,
+        *mine,
         "optimizer.lr=3",
         "schedule.warmup_steps=9",
         "eval_every=1",
         "callbacks.originality=null",
     ]
-    before = minigpt.train([*growing, "max_steps=3", f"hydra.run.dir={tmp_path}/run"])
+    before = minigpt.train([*growing, "max_steps=3"])
     first, second, third = (row for row in table(tmp_path / "run/metrics.csv") if row["val_loss"])
     assert float(first["val_loss"]) < min(float(second["val_loss"]), float(third["val_loss"]))
     assert (before["best_step"], before["best_val_loss"]) == (1, float(first["val_loss"]))
     assert before["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
     assert read(tmp_path / "run/checkpoints/best.safetensors")["global_step"] == 1
-    resumed = minigpt.train(
-        [*growing, "max_steps=4", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
-    )
+    resumed = minigpt.train([*growing, "max_steps=4", "resume=auto"])
     assert 0 < before["seconds"] < resumed["seconds"] < 1000 < 4000 < resumed["wall_seconds"] < 5000

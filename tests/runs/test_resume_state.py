@@ -1,6 +1,8 @@
 """What the command line says against the state of a checkpoint, and the best checkpoint against metrics and summary."""
 
+import shutil
 from math import fsum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.extras.corpora.run_corpus import validation_batches
 from minigpt.runs.callbacks.resume_state import ResumeState
+from minigpt.runs.run_dir import read_summary
 
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]
 # Only the first validation, of step 5, is an improvement.
@@ -35,14 +38,19 @@ UNSTABLE = [
 ]
 
 
+@pytest.fixture
+def copied(trained, tmp_path):
+    """Copy a small run, which is trained once: `copied("max_steps=5")` returns its folder."""
+    return lambda *line: Path(shutil.copytree(trained(*line), tmp_path / "run"))
+
+
 @pytest.mark.parametrize(("patience", "pause_at"), [(5, 10), (5, "null"), (2, "null")])
 def test_the_patience_is_that_of_the_command_line(
-    train, capsys, monkeypatch, tmp_path, pause_at, patience
+    train, copied, capsys, monkeypatch, tmp_path, pause_at, patience
 ):
     monkeypatch.chdir(tmp_path)
-    first = train(*STOP, f"pause_at={pause_at}").summary
+    first = read_summary(copied(*STOP, f"pause_at={pause_at}"))
     assert first["steps"] == (10 if pause_at == 10 else 20)
-    capsys.readouterr()
     again = train(*STOP, "resume=auto", f"callbacks.early_stopping.patience={patience}").summary
     assert (again["status"], again["stopped_early"]) == ("completed", True)
     assert again["steps"] == max(5 + 5 * patience, first["steps"] + 5)  # at least one validation
@@ -58,12 +66,10 @@ def test_the_patience_is_that_of_the_command_line(
     assert "\nrun folder       run\n" in out  # the shortest path from here
 
 
-def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it(train):
-    assert train(*STOP, "max_steps=30").summary["steps"] == 20
-    assert (
-        train(*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping").summary["steps"]
-        == 30
-    )
+def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it(train, copied):
+    assert read_summary(copied(*STOP, "pause_at=null"))["steps"] == 20
+    line = [*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping"]
+    assert train(*line).summary["steps"] == 30
 
 
 def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsys):
@@ -111,38 +117,34 @@ def test_the_generator_of_the_device_is_saved_and_restored(kind, monkeypatch):
     assert (generator[0].tolist(), torch.initial_seed()) == ([0, 1, 2], 0)
 
 
-def test_a_missing_best_of_a_complete_run_is_mentioned(train, capsys):
-    (train(*FAST, "max_steps=1").folder / BEST).unlink()
-    train(*FAST, "max_steps=1", "resume=auto")
-    assert "best.safetensors of step 1 is missing\n" in capsys.readouterr().err
+def test_a_missing_best_of_a_complete_run_is_mentioned(train, copied, capsys):
+    (copied() / BEST).unlink()
+    train("resume=auto")
+    assert "best.safetensors of step 20 is missing\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("harm", ["none", "last is damaged", "best is missing", "best is damaged"])
-def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(train, trained, capsys, harm):
+def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(
+    train, trained, copied, capsys, harm
+):
     losses = column(trained(*UNSTABLE), "val_loss")
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     best = next(i for i, (x, y, z) in enumerate(triples, 1) if x == min(losses[:i]) and z < x < y)
     # The best of another course, or worse
     last = best + 2 if harm == "last is damaged" else best + 1
-    folder = train(*UNSTABLE, f"pause_at={last}").folder
+    folder = copied(*UNSTABLE, f"pause_at={last}")
     damaged = folder / (LAST if harm == "last is damaged" else BEST)
     if harm != "none":
         damaged.unlink()
     if "damaged" in harm:
         damaged.write_bytes(b"damaged")
-    capsys.readouterr()
-    summary = train(
-        *UNSTABLE, "resume=auto", "optimizer.lr=1e-9"
-    ).summary  # which changes no loss any more
-    assert (f"the best checkpoint, of step {best}, is not in" in capsys.readouterr().err) == (
-        harm != "none"
-    )
-    assert (summary["best_step"] == best) == (harm == "none")
+    # With a rate that changes no loss any more
+    summary = train(*UNSTABLE, "resume=auto", "optimizer.lr=1e-9").summary
+    lost = f"the best checkpoint, of step {best}, is not in" in capsys.readouterr().err
+    assert (lost, summary["best_step"] == best) == (harm != "none", harm == "none")
     # The file, the summary, metrics.csv and the loss of the model in the file agree.
-    assert (read(folder / BEST)["global_step"], summary["checkpoint"]) == (
-        summary["best_step"],
-        BEST,
-    )
+    assert read(folder / BEST)["global_step"] == summary["best_step"]
+    assert summary["checkpoint"] == BEST
     assert column(folder, "val_loss")[summary["best_step"] - 1] == summary["best_val_loss"]
     model, _ = load_checkpoint(folder / BEST)
     batches = list(validation_batches(folder / BEST, model))

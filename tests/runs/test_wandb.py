@@ -27,11 +27,8 @@ from minigpt.sweeps.report import publish
 from minigpt.sweeps.results import Point
 from minigpt.utils.signals import Interrupted
 
-UNKNOWN = (
-    "save_dir",
-    "dir",
-    "settings",
-)  # of Lightning's logger, and of wandb.init, that the run sets
+# Options of Lightning's logger, and of wandb.init, that the run sets
+UNKNOWN = ("save_dir", "dir", "settings")
 
 
 @pytest.fixture
@@ -56,10 +53,15 @@ def logged_out(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def end(monkeypatch, how):
-    """End runs at their 13th step."""
+def end(monkeypatch, step, how):
+    """End runs after so many steps."""
     hook = "minigpt.training.language_model.LanguageModel.on_train_batch_start"
-    monkeypatch.setattr(hook, lambda module, batch, batch_idx: how() if batch_idx == 12 else None)
+    monkeypatch.setattr(hook, lambda module, batch, i: how() if i == step else None)
+
+
+def wait_for_a_new_second():
+    """The names of parts have seconds."""
+    time.sleep(1.01 - time.time() % 1)
 
 
 def contents(records, kind):
@@ -67,63 +69,46 @@ def contents(records, kind):
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_an_offline_run_holds_curves_config_samples_summary_and_how_it_ended(
+def test_an_offline_run_holds_curves_config_samples_summary_and_how_each_job_ended(
     train, tmp_path, capfd, monkeypatch
 ):
-    end(monkeypatch, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train("logger=wandb", "callbacks.samples.max_new_tokens=20")
-    (output,) = (line for line in capfd.readouterr().err.splitlines() if "wandb" in line)
+    """A run that is requeued, and then fails: it is the same run, and its curves do not overlap."""
+    line = ["logger=wandb", "callbacks.samples.max_new_tokens=20"]
+    end(monkeypatch, 12, lambda: signal.raise_signal(signal.SIGUSR1))
+    with pytest.raises(Interrupted):
+        train(*line)
+    printed = capfd.readouterr().err.partition("resume with:")[0].splitlines()
+    (output,) = (text for text in printed if "wandb" in text)
     assert output.endswith("wandb sync run/wandb")
-    records = wandb_records(tmp_path / "run")
-    (metric,) = contents(records, "metric")
-    assert (metric["glob_name"], metric["step_metric"]) == (
-        "*",
-        "trainer/global_step",
-    )  # the x axis of every curve
-    history = [row["item"] for row in contents(records, "history")]
+    wait_for_a_new_second()
+    end(monkeypatch, 17, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(*line, "resume=auto")
+    # Both jobs are parts of one run
+    parts = sorted((tmp_path / "run/wandb").glob("offline-run-*"))
+    assert (len(parts), len({part.name.rpartition("-")[2] for part in parts})) == (2, 1)
+    first, second = (wandb_records(tmp_path / "run", part) for part in (0, 1))
+    both = first + second
+    assert [record["exit_code"] for record in contents(both, "exit")] == [75, 1]
+    assert (len(contents(first, "preempting")), len(contents(second, "preempting"))) == (1, 0)
+    # Each curve is that of metrics.csv, over optimizer steps
+    for metric in contents(both, "metric"):
+        assert (metric["glob_name"], metric["step_metric"]) == ("*", "trainer/global_step")
+    history = [row["item"] for row in contents(both, "history")]
     metrics = rows(tmp_path / "run")
-    for name in (
-        "train_loss",
-        "val_loss",
-        "val_bits_per_byte",
-        "learning_rate",
-        "grad_norm",
-        "tokens",
-    ):
-        curve = {row["trainer/global_step"]: row[name] for row in history if name in row}
-        assert curve == {
-            int(row["step"]): pytest.approx(float(row[name])) for row in metrics if row[name]
-        }
+    for name in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "grad_norm"):
+        curve = [(row["trainer/global_step"], row[name]) for row in history if name in row]
+        expected = [(int(row["step"]), float(row[name])) for row in metrics if row[name]]
+        assert curve == [(step, pytest.approx(value)) for step, value in expected]
+    assert [row["trainer/global_step"] for row in history if "tokens" in row] == [5, 10, 15]
+    # The sample, the configuration and the summary
     ((_, text),) = read_samples(tmp_path / "run")
-    (sample,) = tmp_path.glob("run/wandb/latest-run/files/media/html/samples_*.html")
+    (sample,) = parts[0].glob("files/media/html/samples_*.html")
     assert escape(text) in sample.read_text(encoding="utf-8")
-    assert '"n_embd"' in json.dumps(contents(records, "config"))
+    assert '"n_embd"' in json.dumps(contents(first, "config"))
     summary = read_summary(tmp_path / "run")
     for wanted in (summary["corpus_sha256"], "best_val_loss", "failed"):
-        assert wanted in json.dumps(contents(records, "summary"))
-    assert [record["exit_code"] for record in contents(records, "exit")] == [1]
-    assert not contents(records, "preempting")
-
-
-@pytest.mark.usefixtures("logged_out")
-def test_a_run_that_is_requeued_is_the_same_run_there_and_its_curves_do_not_overlap(
-    train, tmp_path, monkeypatch
-):
-    end(monkeypatch, lambda: signal.raise_signal(signal.SIGUSR1))
-    with pytest.raises(Interrupted):
-        train("logger=wandb")
-    time.sleep(1.1)  # the names of parts have seconds
-    train("logger=wandb", "resume=auto")
-    names = sorted(
-        file.name.rpartition("-")[2] for file in (tmp_path / "run/wandb").glob("offline-run-*")
-    )
-    assert (len(names), len(set(names))) == (2, 1)
-    first, second = (wandb_records(tmp_path / "run", part) for part in (0, 1))
-    rows = [row["item"] for row in contents(first + second, "history")]
-    assert [row["trainer/global_step"] for row in rows if "tokens" in row] == [5, 10, 15, 20]
-    assert [record["exit_code"] for record in contents(first + second, "exit")] == [75, 0]
-    assert (len(contents(first, "preempting")), len(contents(second, "preempting"))) == (1, 0)
+        assert wanted in json.dumps(contents(second, "summary"))
 
 
 def logger_of(folder, *options):
@@ -377,7 +362,7 @@ def test_the_id_of_a_run_belongs_to_one_folder(tmp_path):
     assert first == "fox*[a]"
     shutil.copytree(tmp_path / "runs/a", tmp_path / "runs/copy", symlinks=True)
     assert start("runs/a") == first
-    time.sleep(1.1)  # the names of parts have seconds
+    wait_for_a_new_second()
     copied = start("runs/copy")
     assert copied != first
     assert [start("runs/copy"), start("runs/a")] == [copied, first]
