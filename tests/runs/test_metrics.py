@@ -1,4 +1,4 @@
-"""Every column of metrics.csv and every field of summary.json, against a training loop in plain torch."""
+"""The columns of metrics.csv and the fields of summary.json, against a loop in plain torch."""
 
 import hashlib
 import json
@@ -39,10 +39,12 @@ SHAPE = {
 SETTINGS = f"""
     {" ".join(f"model.{name}={value}" for name, value in SHAPE.items())}
     tokenizer=char data=text data.val_fraction=0.2 data.batch_size=8 data.eval_batch_size=10
-    trainer=cpu trainer.accumulate_grad_batches=2 trainer.gradient_clip_val=1.3 trainer.precision=64-true
+    trainer=cpu trainer.accumulate_grad_batches=2 trainer.gradient_clip_val=1.3
+    trainer.precision=64-true
     optimizer=adamw optimizer.lr=0.05 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.5
     schedule=linear schedule.warmup_steps=3 schedule.final_lr_frac=0.1
-    max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples=null callbacks.originality.characters=400
+    max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples=null
+    callbacks.originality.characters=400
 """.split()
 RANKS = {
     "one": (),
@@ -113,7 +115,7 @@ def run(request, given, once):
 
 @pytest.fixture(scope="session")
 def loop(given):
-    """The same training without Lightning, optimizers of ours or a data module, with the settings as numbers."""
+    """The same training without Lightning, our optimizers and data, with settings as numbers."""
     file = Path(given[-1].removeprefix("data.path="))
     text = file.read_text(encoding="utf-8")
     ids = torch.tensor([sorted(set(text)).index(character) for character in text])
@@ -214,6 +216,7 @@ def test_a_summary_is_what_was_measured(run, loop):
     ]
     commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
     train = str(SCRIPTS / "train.py")
+    n_bytes = len(loop.text[2400:].encode())
     assert run.summary["device"].startswith("cpu, ")
     assert list(run.summary["originality"]) == ["final_sample", "generated_text", "validation_text"]
     assert run.summary == {
@@ -240,7 +243,7 @@ def test_a_summary_is_what_was_measured(run, loop):
         "reason": "",
         "seed": 7,
         "eval_batches": None,
-        "validated": f"all {len(loop.text[2400:].encode()):,} bytes of text {run.summary['validated'][-8:]}",
+        "validated": f"all {n_bytes:,} bytes of text {run.summary['validated'][-8:]}",
         "validated_share": 1.0,
         "corpus": "text.txt",
         "init_from": None,
@@ -284,7 +287,7 @@ def test_a_validation_loss_that_is_nan_ends_the_run(mine, tmp_path):
 def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
     mine, tmp_path, monkeypatch
 ):
-    """Where the learning rate grows until nothing is learnt, and validations take 1000 s; then the run resumes."""
+    """Of a run whose learning rate grows until nothing is learnt, and which then resumes."""
     took = []
     monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))

@@ -378,8 +378,9 @@ def test_a_primary_file_of_the_user_may_name_more_folders_and_replace_the_built_
 @pytest.mark.usefixtures("own_files")
 def test_a_file_that_extends_itself_is_refused(call, tmp_path):
     (tmp_path / "mine/model/nano.yaml").write_text("defaults: [nano, _self_]\nn_layer: 1\n")
-    refused = "error: a defaults list names its own file; give a file that extends a built-in one another name"
-    assert one_line(call("train.py", "--config-dir", "mine", small=False)) == refused
+    refused = one_line(call("train.py", "--config-dir", "mine", small=False))
+    advice = "give a file that extends a built-in one another name"
+    assert refused == f"error: a defaults list names its own file; {advice}"
 
 
 @pytest.mark.usefixtures("own_files")
@@ -451,7 +452,8 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_a_byte_order_mark_or_a_comment_hides_no_package_line(newline, call, text, tmp_path):
     files = {
-        "experiment/mine": "# Mine, a # @package line\n\n# @package _global_\nseed: 7\noptimizer:\n  lr: 0.5\n",
+        "experiment/mine": "# Mine, a # @package line\n\n# @package _global_\nseed: 7\n"
+        "optimizer:\n  lr: 0.5\n",
         "data/mine": f"# @package data\ndefaults: [text, _self_]\npath: {text}\n",
     }
     for name, content in files.items():
@@ -492,7 +494,7 @@ def test_train_of_python_raises_a_user_error(message):
 
 @pytest.mark.slow
 def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
-    """On the command line and in Python, in folders with odd names; what is printed can be pasted."""
+    """On the command line and in Python; what is printed can be pasted."""
     monkeypatch.setenv("HOME", str(tmp_path))
     name, short = (
         "a, b & #1; !='x'.txt",

@@ -1,4 +1,4 @@
-"""Weights & Biases with its real client: offline runs, and servers that do not answer as they should."""
+"""Weights & Biases with its real client: offline runs, and servers that do not answer."""
 
 import json
 import os

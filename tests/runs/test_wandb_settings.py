@@ -75,7 +75,7 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
         ),
         (
             "+wandb.mode=off",
-            r"logger\.wandb\.mode or WANDB_MODE must be one of online, offline, disabled, .*, got off",
+            r"logger\.wandb\.mode or WANDB_MODE must be one of online, offline, .*, got off",
         ),
         ("+wandb.mode=offline +wandb.resume=x", "Weights & Biases cannot start: [^\n]*$"),
     ],

@@ -53,8 +53,9 @@ LEAST_VAL_BYTES = 1000
 # Settings that the formula of the loss was fitted over, and those that do not change what is
 # trained.
 FITTED = re.compile(
-    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
-    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention|originality).*"
+    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|resume"
+    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|originality"
+    r"|callbacks\.(checkpoint|samples|snapshots|attention|originality).*"
     r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
     r"|compile|threads|checkpoint_blocks|collective_timeout"
 )

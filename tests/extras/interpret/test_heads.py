@@ -1,4 +1,4 @@
-"""Attention maps, head statistics and head ablation, against formulas and models with hand-set weights."""
+"""Attention maps, head statistics and ablation, against formulas and hand-set weights."""
 
 from functools import partial
 from itertools import product

@@ -1,4 +1,4 @@
-"""The comparison with the training text, against a search by brute force; the index, the command and the summary."""
+"""The comparison with the training text, against a search by brute force; the index, the command."""
 
 import random
 import re
@@ -38,7 +38,7 @@ def index_of(*documents: str) -> Index:
 
 
 def expected_figures(texts: list[str], documents: list[str]) -> dict[str, object]:
-    """The shares of n-grams of the texts that no document has, and the longest match, by brute force."""
+    """The shares of n-grams that no document has, and the longest match, by brute force."""
     new = {}
     for n in NGRAMS:
         ngrams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]

@@ -24,7 +24,7 @@ def mine(text, tmp_path):
 
 @pytest.fixture(scope="session")
 def planned():
-    """Compose a run as `planned("minutes=1", "model.n_head=3")`: files once, and values on a copy."""
+    """Compose as `planned("minutes=1", "model.n_head=3")`: files once, values on a copy."""
 
     def compose(*overrides):
         files, values = [], []

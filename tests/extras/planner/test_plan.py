@@ -1,4 +1,4 @@
-"""The plan of a run: it is made of settings, keeps those that the user gives, and fills the time."""
+"""A plan is made of settings, keeps those that the user gives, and fills the time."""
 
 import math
 import re
