@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
+import pytest
 from small_runs import ROOT
 
 ORDER = [
