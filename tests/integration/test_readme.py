@@ -26,12 +26,12 @@ PAGES = [
 # Run by test_bench.py
 TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
-SHORT += ["callbacks.samples.max_new_tokens=5"]
+SHORT += ["data.batch_size=4", "callbacks.samples.max_new_tokens=5", "originality=50"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 SLOW = {"-m", "minutes=10", *PROCESSES}
-# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by
-# tests/distributed/test_hosts.py; pip and pytest are what set up and run this test.
+# Run by test_serve_script.py, by test_bench.py and, with torchrun, by test_hosts.py; pip and
+# pytest are what set up and run this test.
 ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
 
 
@@ -40,8 +40,8 @@ def commands(first):
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
     # Of lines that continue
     text = "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")
-    lines = (words for line in text.splitlines() if (words := shlex.split(line, comments=True)))
-    return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
+    lines = dict.fromkeys(tuple(shlex.split(line, comments=True)) for line in text.splitlines())
+    return [list(words) for words in lines if words[:1] == (first,)]
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
     if "--chat" in arguments:
         make_instruct_folder(Path(arguments[0]))
     if script == "scripts/train.py" and "--help" not in arguments:
-        pretrained = any(
-            "init_from=" in argument or "finetune" in argument for argument in arguments
-        )
+        pretrained = re.search("init_from=|finetune", " ".join(arguments))
         arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
         arguments += SMALL_SWEEP if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
+    if "--num-samples" in arguments and "--originality" in arguments:
+        arguments += ["--num-samples", "2", "--max-new-tokens", "20"]
     if "--config-dir" in arguments:
         write_own_parts()
     if PROCESSES & {*arguments}:
@@ -184,25 +184,20 @@ def test_make_adds_a_recipe_to_arguments_that_bring_none(tmp_path, target):
 
 
 def test_every_extra_of_the_documents_exists():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=basename)
 def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
-    names, printed = {}, None
-    for language, body in re.findall(
-        r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")
-    ):
-        assert language in (
-            "bash",
-            "powershell",
-            "text",
-            "python",
-        )  # the example of training.md is run below
+    names = {}
+    printed = None
+    text = page.read_text(encoding="utf-8")
+    for language, body in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", text):
+        assert language in ("bash", "powershell", "text", "python")
+        # The example of training.md is run below
         if language == "python" and page.name != "training.md":
             assert not printed, f"this output is not shown:\n{printed}"
             exec(compile(body, f"{page.name}: {body}", "exec"), names)
@@ -215,8 +210,10 @@ def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
 
 def test_the_python_example_runs(documents):
     (example,) = re.findall(r"```python\n(.*?)```", TRAINING, re.DOTALL)
-    assert example.count('train(["') == 1
-    exec(example.replace('train(["', 'train(["data.path=all.txt", "'), {})  # no download
+    added = ["data.path=all.txt", *SHORT]  # no download
+    example, n_trainings = re.subn(r"(= train\(\[.*)\]\)\n", r"\1, *added])\n", example)
+    assert n_trainings == 1
+    exec(example, {"added": added})
     assert Path("my.safetensors").exists()
 
 
