@@ -38,62 +38,21 @@ from minigpt.sweeps import results as sweep
 from minigpt.utils.cli import explain
 
 DEEP = 100_000
-ODD: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        3.5,
-        1 << 31,
-        1 << 63,
-        -(1 << 63),
-        10**30,
-        math.nan,
-        math.inf,
-        -math.inf,
-    ),
-    *(
-        "",
-        "x",
-        "\x00",
-        "\x1b[2J",
-        "é",
-        "\ud800",
-        "𝄞",
-        "../../x",
-        "nan",
-        "1e999",
-        "${oc.env:HOME}",
-        "x" * 10_000,
-    ),
-    *([], {}, [[]], [1, 2], ["a", "b"], {"a": 1}, {"": {}}, {"_target_": "os.system"}),
-]
-BYTES = [
-    b"\x00",
-    b"\xff",
-    b"\x80",
-    b"\n",
-    b",",
-    b"{",
-    b"[",
-    b'"',
-    b"\\",
-    b"-",
-    b"9",
-    b"e",
-    b".",
-    b"'",
-    b":",
-    b"PK",
-]
+NUMBERS = [0, -1, 1, 2, 3.5, 1 << 31, 1 << 63, -(1 << 63), 10**30, math.nan, math.inf, -math.inf]
+TEXTS = ["", "x", "\x00", "\x1b[2J", "é", "\ud800", "𝄞", "../../x", "nan", "1e999"]
+TEXTS += ["${oc.env:HOME}", "x" * 10_000]
+HOLDERS = [[], {}, [[]], [1, 2], ["a", "b"], {"a": 1}, {"": {}}, {"_target_": "os.system"}]
+ODD: list[Any] = [None, True, False, *NUMBERS, *TEXTS, *HOLDERS]
+BYTES = [b"\x00", b"\xff", b"\x80", b"\n", b",", b"{", b"[", b'"', b"\\", b"-", b"9", b"e", b"."]
+BYTES += [b"'", b":", b"PK"]
 
 
 def fuzz(name: str, inputs: int, seed: int = 0) -> Counter[str]:
-    """Pass mutated inputs to a reader. Count those that it accepts and refuses; raise AssertionError at a crash."""
+    """Pass mutated inputs to a reader. Count those that it accepts and refuses.
+
+    Raises:
+        AssertionError: the reader crashed.
+    """
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,9 +64,8 @@ def fuzz(name: str, inputs: int, seed: int = 0) -> Counter[str]:
                 counts["accepted"] += 1
             except BaseException as error:
                 line, code = explain(error)
-                assert (code, line.isprintable()) == (2, True), (
-                    f"{name}, input {number}: {line:.300}"
-                )
+                crash = f"{name}, input {number}: {line:.300}"
+                assert (code, line.isprintable()) == (2, True), crash
                 counts["refused"] += 1
     return counts
 
@@ -135,13 +93,11 @@ def mutate(chance: random.Random, values: Any) -> Any:
 
 
 def _places(values: Any) -> Iterator[tuple[Any, Any]]:
-    keys = (
-        list(values)
-        if isinstance(values, dict)
-        else range(len(values))
-        if isinstance(values, list)
-        else ()
-    )
+    keys: Any = ()
+    if isinstance(values, dict):
+        keys = list(values)
+    elif isinstance(values, list):
+        keys = range(len(values))
     for key in keys:
         yield values, key
         yield from _places(values[key])
@@ -151,7 +107,8 @@ def mutate_bytes(chance: random.Random, content: bytes) -> bytes:
     """Replace, insert, remove or duplicate some bytes."""
     content = bytearray(content)
     for _ in range(chance.randint(1, 4)):
-        at, kind = chance.randrange(len(content) + 1), chance.random()
+        at = chance.randrange(len(content) + 1)
+        kind = chance.random()
         if kind < 0.4:
             content[at : at + 1] = bytes([chance.randrange(256)])
         elif kind < 0.7:
@@ -177,16 +134,14 @@ def as_json(chance: random.Random, values: Any) -> bytes:
 # Checkpoints.
 
 ALPHABET = "\n abcdeé€"
-TOKENIZERS = [
-    CharTokenizer(ALPHABET).to_dict(),
-    ByteTokenizer().to_dict(),
-    BPETokenizer(
-        "bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}
-    ).to_dict(),
-    HuggingFaceTokenizer(
-        json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0
-    ).to_dict(),
-]
+TOKENS = [*(bytes([i]) for i in range(256)), b"ab", None]
+MADE = (
+    CharTokenizer(ALPHABET),
+    ByteTokenizer(),
+    BPETokenizer("bpe", TOKENS, {"<|endoftext|>": 257}),
+    HuggingFaceTokenizer(json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0),
+)
+TOKENIZERS = [made.to_dict() for made in MADE]
 
 
 @cache
@@ -203,7 +158,9 @@ def _checkpoint() -> bytes:
 
 def checkpoint(chance: random.Random, folder: Path) -> None:
     """Mutate the bytes of a checkpoint, its header, or its JSON (with a correct checksum)."""
-    path, whole, kind = folder / "a.safetensors", _checkpoint(), chance.random()
+    path = folder / "a.safetensors"
+    whole = _checkpoint()
+    kind = chance.random()
     path.write_bytes(whole)
     start = 8 + int.from_bytes(whole[:8], "little")
     if kind < 0.3:
@@ -214,7 +171,8 @@ def checkpoint(chance: random.Random, folder: Path) -> None:
         path.write_bytes(len(header).to_bytes(8, "little") + header + whole[start:])
     else:
         with safe_open(path, framework="pt") as file:
-            text, tensors = file.metadata()["minigpt"], file.get_tensors()
+            text = file.metadata()["minigpt"]
+            tensors = file.get_tensors()
         text = as_json(chance, json.loads(text)).decode("utf-8", "replace")
         save_file(tensors, path, {"minigpt": text, "crc32": checksum(text, tensors)})
     model, tokenizer = load_checkpoint(path)
@@ -277,29 +235,14 @@ def _use(read: corpus.Corpus) -> None:
 
 # Run folders and sweeps.
 
-ROWS = "step,tokens,seconds,train_loss,val_loss,tokens_per_second,flops_per_second\n5,640,0.1,3.2,3.1,6400,1e9\n"
-SUMMARY = {
-    "status": "completed",
-    "reason": "",
-    "best_val_loss": 1.5,
-    "steps": 5,
-    "params": 99,
-    "seconds": 1.0,
-}
-POINT = {
-    **{
-        "folder": "run",
-        "overrides": {"optimizer.lr": "0.1"},
-        "status": "completed",
-        "reason": "",
-        "identity": "ab",
-    },
-    **{"params": 99, "max_steps": 5},
-}
-PLAN = {
-    "fixed": ["seed=1"],
-    "points": [POINT, POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}],
-}
+ROWS = "step,tokens,seconds,train_loss,val_loss,tokens_per_second,flops_per_second\n"
+ROWS += "5,640,0.1,3.2,3.1,6400,1e9\n"
+ENDED = {"status": "completed", "reason": ""}
+SUMMARY = {**ENDED, "best_val_loss": 1.5, "steps": 5, "params": 99, "seconds": 1.0}
+POINT = {"folder": "run", "overrides": {"optimizer.lr": "0.1"}, **ENDED, "identity": "ab"}
+POINT |= {"params": 99, "max_steps": 5}
+OTHER_POINT = POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}
+PLAN = {"fixed": ["seed=1"], "points": [POINT, OTHER_POINT]}
 OVERRIDES = b"- optimizer.lr=0.1\n- model.n_layer=2\n"
 ODD_YAML = [
     b"!!python/object/apply:os.system [x]\n",
@@ -310,12 +253,13 @@ ODD_YAML = [
 
 
 def run_folder(chance: random.Random, folder: Path) -> None:
-    """Mutate the metrics and summary of a run, and the plan of its sweep or, without one, the overrides of the run."""
+    """Mutate the metrics and summary of a run, and its overrides or the plan of its sweep."""
     from minigpt.sweeps.answer import answer
     from minigpt.sweeps.ranking import ranked
     from minigpt.sweeps.report import print_table, table_of_rows, write_csv
 
-    run, plan = folder / "run", folder / "sweep.json"
+    run = folder / "run"
+    plan = folder / "sweep.json"
     (run / ".hydra").mkdir(parents=True, exist_ok=True)
     (run / "metrics.csv").write_bytes(mutate_bytes(chance, ROWS.encode()))
     (run / "summary.json").write_bytes(as_json(chance, SUMMARY))
@@ -324,7 +268,7 @@ def run_folder(chance: random.Random, folder: Path) -> None:
         plan.write_bytes(as_json(chance, PLAN))
     else:
         content = chance.choice([mutate_bytes(chance, OVERRIDES), *ODD_YAML])
-        deep = b"[" * DEEP  # takes a second
+        deep = b"[" * 5000  # the parser takes its time
         (run / ".hydra" / "overrides.yaml").write_bytes(content if chance.random() < 0.99 else deep)
     table = ranked(sweep.read_sweep(folder))
     assert answer(table)
@@ -334,9 +278,8 @@ def run_folder(chance: random.Random, folder: Path) -> None:
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
 
 
-READERS: dict[
-    str, tuple[float, Callable[[random.Random, Path], None]]
-] = {  # with their shares of all inputs
+# With their shares of all inputs
+READERS: dict[str, tuple[float, Callable[[random.Random, Path], None]]] = {
     "checkpoint": (0.13, checkpoint),
     "tokenizer": (0.38, tokenizer),
     "meta.json": (0.15, meta),

@@ -41,30 +41,27 @@ def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("originality", "torn"),
-    [("100", ""), ("null", "─"), ("null", "── step 20, valid")],
+    [(["callbacks.originality.characters=50"], ""), ([], "─"), ([], "── step 20, valid")],
     ids=["table", "bar", "header"],
 )
 def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     trained: Callable[..., Path],
     train: Callable[..., Any],
     tmp_path: Path,
-    originality: str,
+    originality: list[str],
     torn: str,
 ) -> None:
     """Killed before its summary, or with a sample that a full disk cut off."""
-    settings = (
-        f"callbacks.originality.characters={originality}",
-        "callbacks.samples.max_new_tokens=20",
-    )
-    whole, folder = trained(*settings), tmp_path / "run"
+    settings = ["callbacks.samples.max_new_tokens=20", *originality]
+    whole = trained(*settings)
+    folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     (folder / "summary.json").unlink()
     with open(folder / "samples.txt", "a", encoding="utf-8") as file:
         file.write(torn)
     train(*settings, "resume=auto")
-    assert (folder / "samples.txt").read_text(encoding="utf-8") == (
-        whole / "samples.txt"
-    ).read_text(encoding="utf-8")
+    written, expected = ((run / "samples.txt").read_text("utf-8") for run in (folder, whole))
+    assert written == expected
 
 
 def test_weights_and_biases_gets_the_results_of_a_whole_run(
@@ -79,7 +76,7 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
     (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train("logger=wandb", "callbacks.originality.characters=100", "resume=auto")
+    train("logger=wandb", "callbacks.originality.characters=20", "resume=auto", "max_steps=4", "eval_every=4")
     assert "Weights & Biases is lost" not in capsys.readouterr().err
     records = wandb_records(tmp_path / "run")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]

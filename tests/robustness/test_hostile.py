@@ -1,4 +1,4 @@
-"""Hostile checkpoint files are rejected with one line, in bounded time and memory, and execute nothing."""
+"""Hostile checkpoint files are rejected with one line, in bounded time, and execute nothing."""
 
 import io
 import json
@@ -24,54 +24,46 @@ from minigpt.extras.corpora.run_corpus import validation_batches
 from minigpt.utils.cli import UserError
 
 ALPHABET = "\n abcdeé€😀"
-MEMORY, SECONDS = 300 << 20, 5  # per file, beyond the imports; CPU time
-WORDS, CHARMAP = (
-    {"type": "BPE", "vocab": {"a": 0}, "merges": []},
-    {"type": "Precompiled", "precompiled_charsmap": ""},
-)
+MEMORY = 300 << 20  # per file, beyond the imports
+SECONDS = 5  # of CPU time
+WORDS = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+CHARMAP = {"type": "Precompiled", "precompiled_charsmap": ""}
 BPE = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {"<|endoftext|>": 256}).to_dict()
 SIZE = (len(ALPHABET), 16)  # of the embedding
 HUGE = 10**15
-INCOMPLETE, DAMAGED = (
-    "is not a complete checkpoint in safetensors format: ",
-    "its checksum is wrong",
-)
-MODEL, NOT_FINITE = "does not hold a model", "its weights are NaN or infinite"
+HOLDERS = [{"_target_": "os.system"}, {"$tensor": "model.wte.weight"}]
+INCOMPLETE = "is not a complete checkpoint in safetensors format: "
+MODEL = "does not hold a model"
 
 
 def good() -> dict[str, Any]:
     model = make_model(std=None, block_size=8, vocab_size=len(ALPHABET))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    saved = contents(
-        model.config, CharTokenizer(ALPHABET), config={"seed": 7}, corpus_sha256="ab12"
-    )
-    return {"state_dict": weights, **saved}
+    made_by = {"config": {"seed": 7}, "corpus_sha256": "ab12"}
+    return {"state_dict": weights, **contents(model.config, CharTokenizer(ALPHABET), **made_by)}
 
 
 def file(text: str, tensors: dict[str, Tensor], **metadata: str) -> bytes:
     """Return a safetensors file with a correct checksum, with a JSON text in its metadata."""
-    return save(
-        tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata
-    )
+    written = {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)}
+    return save(tensors, written | metadata)
 
 
 def changed(*path: str, value: Any = None, beside: str = "0", **metadata: str) -> bytes:
-    """Return a good file in which the value at a path of keys is another; `...` removes it, and a
-    tensor is stored.
+    """Return a good file in which the value at a path of keys is another.
 
     Args:
+        value: `...` removes it, and a tensor is stored.
         beside: JSON of one more value.
     """
     content = good()
-    tensors = {
-        name: weight
-        for name, weight in content["state_dict"].items()
-        if name != "model.lm_head.weight"
-    }
+    tensors = dict(content["state_dict"])
+    del tensors["model.lm_head.weight"]  # they are tied
     content["state_dict"] = {name: {"$tensor": name} for name in tensors}
-    content["state_dict"]["model.lm_head.weight"] = {"$tensor": "model.wte.weight"}  # they are tied
+    content["state_dict"]["model.lm_head.weight"] = {"$tensor": "model.wte.weight"}
     if isinstance(value, Tensor):
-        tensors[path[-1]], value = value, {"$tensor": path[-1]}
+        tensors[path[-1]] = value
+        value = {"$tensor": path[-1]}
     place: Any = content
     for key in path[:-1]:
         place = place[key]
@@ -87,7 +79,7 @@ def tokenizer(values: Any) -> bytes:
 
 
 def tokenizer_json(separator: int | None = None, **changes: Any) -> bytes:
-    """Return a file with a tokenizer of Hugging Face with one id; changes are of the keys of tokenizer.json."""
+    """Return a file with a tokenizer of Hugging Face of one id, with changes in tokenizer.json."""
     content = {"version": "1.0", "decoder": {"type": "Fuse"}, "model": WORDS} | changes
     return tokenizer({"name": "huggingface", "json": json.dumps(content), "separator": separator})
 
@@ -112,8 +104,9 @@ def nested(depth: int) -> str:
 
 
 def hostile_files() -> Iterator[tuple[str, str, bytes]]:
-    """Yield the name of a file, a part of the error that it causes (empty if it is harmless), and its content."""
-    pickled, bomb = io.BytesIO(), io.BytesIO()
+    """Yield the name of a file, a part of its error (empty if it is harmless), and its content."""
+    pickled = io.BytesIO()
+    bomb = io.BytesIO()
     torch.save(good() | {"x": Executed()}, pickled)
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 26))
@@ -126,12 +119,9 @@ def hostile_files() -> Iterator[tuple[str, str, bytes]]:
     huge = {"x": {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 8]}}
     yield "a tensor of 10^15 numbers", INCOMPLETE, header(json.dumps(huge).encode(), bytes(8))
     yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
-    yield (
-        "ten thousand tensors",
-        INCOMPLETE,
-        file("{}", {f"{i}": torch.empty(0) for i in range(10_000)}),
-    )
-    yield "a wrong checksum", DAMAGED, changed(crc32="00000000")
+    tensors = {f"{i}": torch.empty(0) for i in range(10_000)}
+    yield "ten thousand tensors", INCOMPLETE, file("{}", tensors)
+    yield "a wrong checksum", "its checksum is wrong", changed(crc32="00000000")
     yield "a good file", "", changed()
     calls = {"_target_": "os.system", "a": "touch canary", "b": "${oc.env:HOME}"}
     yield "a configuration that calls", "", changed("config", value=calls)
@@ -140,7 +130,8 @@ def hostile_files() -> Iterator[tuple[str, str, bytes]]:
     yield from hostile_tokenizers()
 
     yield "missing weights", MODEL, changed("state_dict", "model.wpe.weight", value=...)
-    yield "weights NaN", NOT_FINITE, weight(torch.full((8, 16), math.nan), "model.wpe.weight")
+    nan = weight(torch.full((8, 16), math.nan), "model.wpe.weight")
+    yield "weights NaN", "its weights are NaN or infinite", nan
     yield "weights of another size", MODEL, weight(torch.tensor(1.0))
     yield "weights that are a text", MODEL, weight("x")
     yield "unexpected weights", MODEL, weight(torch.ones(2), "model.__class__")
@@ -178,13 +169,7 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
     yield "no model", MODEL, changed("minigpt", "model", value=...)
     yield "no tokenizer", MODEL, changed("minigpt", "tokenizer", value=...)
     values: dict[str, list[Any]] = {
-        "n_layer": [
-            10**4000,
-            40_000,
-            "${oc.env:HOME}",
-            {"_target_": "os.system"},
-            {"$tensor": "model.wte.weight"},
-        ],
+        "n_layer": [10**4000, 40_000, "${oc.env:HOME}", *HOLDERS],
         "block_size": [1 << 60, 1 << 20],
         "head_dim": [1 << 20],
         "n_inner": [1 << 62],
@@ -194,15 +179,13 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
         "norm": ["__import__('os').system('true')", "x" * 1_000_000],
         "__class__": ["x"],
     }
-    claims = [{name: claim} for name, claimed in values.items() for claim in claimed]
     # A table of a million positions
-    claims += [{"position": "rope", "block_size": 1 << 20, "head_dim": 1024}]
+    claims: list[dict[str, Any]] = [{"position": "rope", "block_size": 1 << 20, "head_dim": 1024}]
+    for name, claimed in values.items():
+        claims += [{name: claim} for claim in claimed]
+    settings = good()["minigpt"]["model"]
     for claim in claims:
-        yield (
-            f"{claim!r:.60}",
-            MODEL,
-            changed("minigpt", "model", value=good()["minigpt"]["model"] | claim),
-        )
+        yield f"{claim!r:.60}", MODEL, changed("minigpt", "model", value=settings | claim)
 
 
 def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
@@ -224,11 +207,8 @@ def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
         yield f"a tokenizer {name}", MODEL, tokenizer(values)
     yield "a tokenizer.json", "", tokenizer_json()
     yield "a tokenizer.json without a model", MODEL, tokenizer_json(model={})
-    yield (
-        "a tokenizer.json with a huge id",
-        MODEL,
-        tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}}),
-    )
+    last_id = tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}})
+    yield "a tokenizer.json with a huge id", MODEL, last_id
     yield "a tokenizer.json that panics", MODEL, tokenizer_json(normalizer=CHARMAP)
     yield "a separator that is no id", MODEL, tokenizer_json(separator=9)
 
@@ -239,7 +219,8 @@ from pathlib import Path
 warnings.simplefilter("ignore")
 memory, script, good, *files = sys.argv[1:]
 for index, file in enumerate([good, *files]):
-    sys.argv = [script, file, "--prompt", "aa", *(["--max-new-tokens", "2"] if script.endswith("sample.py") else [])]
+    options = ["--max-new-tokens", "2"] if script.endswith("sample.py") else []
+    sys.argv = [script, file, "--prompt", "aa", *options]
     began, code, out, err = time.process_time(), 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -263,7 +244,7 @@ def test_a_script_rejects_hostile_files_with_one_line(
     """It takes limited memory and CPU time per file, and samples from harmless files."""
     found = list(hostile_files())
     if script == "attention.py":  # reads them with the same function: one file per error
-        found = list({row[1]: row for row in found}.values())
+        found = list({error: (name, error, content) for name, error, content in found}.values())
     for number, (_, _, content) in enumerate([*found, ("", "", changed())]):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
@@ -272,20 +253,18 @@ def test_a_script_rejects_hostile_files_with_one_line(
         f"{tmp_path}/child.py", str(MEMORY), str(SCRIPTS / script), intact, *files, cwd=tmp_path
     )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(files), (
-        found[len(results)][0],
-        done.returncode,
-        done.stderr[-2000:],
-    )
+    ended = (done.returncode, done.stderr[-2000:])
+    assert len(results) == len(files), (found[len(results)][0], *ended)
     for (name, error, _), (code, stderr, seconds) in zip(found, results, strict=True):
         assert seconds < SECONDS, name
         assert code == (2 if error else 0), (name, stderr)
         if error:
-            line, end = stderr[:-1], stderr[-1:]
+            line = stderr.removesuffix("\n")
             assert line.startswith("error: "), (name, stderr)
             assert error in line, (name, stderr)
             assert line.isprintable(), (name, stderr)
-            assert (len(line) < 2000, end) == (True, "\n"), (name, stderr)
+            assert len(line) < 2000, (name, stderr)
+            assert stderr == f"{line}\n", (name, stderr)
     assert not (tmp_path / "canary").exists()
 
 
@@ -297,30 +276,17 @@ def test_a_configuration_inside_a_checkpoint_is_data(
     content = good()
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}/evil.txt"
-        data = {
-            "_target_": "os.system",
-            "folder": f"{tmp_path}/data",
-            "source": "download",
-            "name": "../evil",
-            "url": url,
-        }
-        data |= {
-            "sha256": "${oc.env:HOME}",
-            "characters": 9,
-            "path": "touch canary",
-            "field": "text",
-        }
-        data |= {"val_path": None, "split": "fraction", "val_fraction": 0.1}
+        called = {"_target_": "os.system", "name": "touch canary"}
+        data = called | {"source": "download", "name": "../evil", "url": url, "field": "text"}
+        data |= {"folder": f"{tmp_path}/data", "path": "touch canary", "val_path": None}
+        data |= {"sha256": "${oc.env:HOME}", "characters": 9, "split": "fraction"}
+        data |= {"val_fraction": 0.1}
         for bins, error in ((None, "are not in"), (url, "is not a file"), ([url], "is not a file")):
-            tokenizer = {"_target_": "os.system", "name": "touch canary"}
-            content["minigpt"]["config"] = {
-                "data": data | {"train_bin": bins, "val_bin": bins},
-                "tokenizer": tokenizer,
-            }
-            write(content, tmp_path / "a.safetensors")
+            named = data | {"train_bin": bins, "val_bin": bins}
+            content["minigpt"]["config"] = {"data": named, "tokenizer": called}
+            checkpoint = tmp_path / "a.safetensors"
+            write(content, checkpoint)
             with pytest.raises(UserError, match=error):
-                validation_batches(
-                    tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0]
-                )
+                validation_batches(checkpoint, load_checkpoint(checkpoint)[0])
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]

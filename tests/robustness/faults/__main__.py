@@ -23,34 +23,24 @@ from . import FAULTS
 from .tools import Fault, Skipped, shared
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-TABLE_BEGIN, TABLE_END = (
-    "<!-- start of the table that make faults writes -->",
-    "<!-- end of the table -->",
-)
+TABLE_BEGIN = "<!-- start of the table that make faults writes -->"
+TABLE_END = "<!-- end of the table -->"
 HEADINGS = ("fault", "trials", "recovered", "failed", "notes")
 
 
 def main() -> None:
     """Parse the command line, run the trials, print and write the rows of the table."""
     parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
-    parser.add_argument(
-        "--only", metavar="NAME", default="", help="faults whose name contains NAME"
-    )
-    parser.add_argument(
-        "--trials", type=int, help="trials per fault (default: of each fault); writes no rows"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="the trials of the test suite; writes no rows"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of the trials (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("--only", metavar="NAME", default="", help="faults whose name contains NAME")
+    add("--trials", type=int, help="trials per fault (default: of each fault); writes no rows")
+    add("--quick", action="store_true", help="the trials of the test suite; writes no rows")
+    add("--seed", type=int, default=0, help="random seed of the trials (default: %(default)s)")
     options = parser.parse_args()
     chosen = [fault for fault in FAULTS if options.only.lower() in fault.name.lower()]
     if not chosen:
-        parser.error(
-            f"--only must be part of one of these names: {'; '.join(f.name for f in FAULTS)}"
-        )
+        names = "; ".join(fault.name for fault in FAULTS)
+        parser.error(f"--only must be part of one of these names: {names}")
     if options.quick:
         chosen = [fault for fault in chosen if fault.suite != "none"]
     # Background processes inherit an ignored SIGINT
@@ -58,9 +48,8 @@ def main() -> None:
     shared()  # before the threads of trials, which share it
     rows = []
     for fault in chosen:
-        rows.append(
-            run_trials(fault, 1 if options.quick else options.trials or fault.trials, options.seed)
-        )
+        trials = 1 if options.quick else options.trials or fault.trials
+        rows.append(run_trials(fault, trials, options.seed))
         print(*rows[-1], sep="  |  ", flush=True)
     if not (options.trials or options.quick):
         write_rows(rows, options.seed)
@@ -88,10 +77,8 @@ def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
             notes[f"skipped: {reason}"] += 1
         except Exception as error:
             results["failed"] += 1
-            print(
-                f"FAILED: {fault.name}, trial {number}, {workdir}: {type(error).__name__}: {error}",
-                flush=True,
-            )
+            where = f"{fault.name}, trial {number}, {workdir}"
+            print(f"FAILED: {where}: {type(error).__name__}: {error}", flush=True)
             return
         shutil.rmtree(workdir, ignore_errors=True)
 
@@ -105,24 +92,21 @@ def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
 
 
 def write_rows(measured: list[tuple[str, ...]], seed: int) -> None:
-    """Replace rows in the table of the page by name; rows without a fault of that name are removed."""
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    """Replace rows in the table of the page by name; remove rows without a fault of that name."""
+    system = f"{platform.system()} {platform.machine()}"
+    machine = f"{system}, {os.cpu_count()} cores, Python {platform.python_version()}:"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(TABLE_BEGIN)
     table, _, after = rest.partition(TABLE_END)
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("|")}
-    rows |= {
-        cells[0]: f"| {' | '.join([*cells, f'{date.today()}, {seed}'])} |" for cells in measured
-    }
-    head = [
-        f"| {' | '.join(cells)} |"
-        for cells in ((*HEADINGS, "date, seed"), ["---"] * (len(HEADINGS) + 1))
-    ]
+    rows |= {cells[0]: table_row(*cells, f"{date.today()}, {seed}") for cells in measured}
+    head = [table_row(*HEADINGS, "date, seed"), table_row(*["---"] * (len(HEADINGS) + 1))]
     found = [rows[fault.name] for fault in FAULTS if fault.name in rows]
-    PAGE.write_text(
-        "\n".join([before + TABLE_BEGIN, f"{machine}:", "", *head, *found, TABLE_END + after]),
-        "utf-8",
-        encoding="utf-8",
-    )
+    lines = [before + TABLE_BEGIN, machine, "", *head, *found, TABLE_END + after]
+    PAGE.write_text("\n".join(lines), encoding="utf-8")
+
+
+def table_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -24,20 +24,26 @@ from .tools import (
     reference,
 )
 
-LOG_EVERY_STEP = (
-    "log_every=1"  # metrics.csv must outgrow one memory page, the unit in which a tmpfs fills up
+# metrics.csv must outgrow one memory page, the unit in which a tmpfs fills up
+LOG_EVERY_STEP = "log_every=1"
+# What a run can do without
+LACKING = (
+    "Samples failed at step|.*/snapshots/step-[0-9]+.safetensors cannot be written|"
+    "the originality of"
 )
 
 
 def corrupt_last(workdir: Path, rng: Random) -> str | None:
     """Flip a bit of the last checkpoint of a killed run: the run resumes from the previous one."""
     run = Run(workdir / "run")
-    last, previous = run.folder / LAST, run.folder / PREVIOUS
+    last = run.folder / LAST
+    previous = run.folder / PREVIOUS
     after = rng.randrange(EVAL_EVERY, STEPS - 2 * EVAL_EVERY + 1)
     run.wait_for(lambda: previous.exists() and read_step(previous) >= after)
     run.kill()
     (run.folder / "summary.json").unlink(missing_ok=True)  # of a run that ended first
-    step, content = read_step(last), bytearray(last.read_bytes())
+    step = read_step(last)
+    content = bytearray(last.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     last.unlink()  # a run killed between a link and a renaming has one file under two names
     last.write_bytes(content)
@@ -59,11 +65,8 @@ def tmpfs(workdir: Path, options: str) -> Iterator[Path]:
     folder = workdir / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if (
-        os.geteuid()
-        or not shutil.which("mount")
-        or subprocess.run(mount, check=False, capture_output=True).returncode
-    ):
+    able = os.geteuid() == 0 and shutil.which("mount")
+    if not able or subprocess.run(mount, check=False, capture_output=True).returncode:
         raise Skipped("needs the permission to mount a disk")
     try:
         yield folder
@@ -112,19 +115,18 @@ def full_during_training(workdir: Path, rng: Random) -> None:
 
 
 def assert_disk_full(run: Run) -> None:
-    """Assert that a run exits with one line on the full disk, after warnings of what it can do without."""
+    """Assert that a run exits with one line on the full disk, after warnings of what it lacks."""
     code = run.wait()
     assert code, "the disk was not full"
     *warnings, error = run.messages
-    lacking = "Samples failed at step|.*/snapshots/step-[0-9]+.safetensors cannot be written|the originality of"
-    assert all(re.match(f"warning: ({lacking})", warning) for warning in warnings), run.stderr
+    assert all(re.match(f"warning: ({LACKING})", warning) for warning in warnings), run.stderr
     assert "no space left on device" in error, run.stderr
     assert "Traceback" not in run.stderr
     assert code == 1 or "token files cannot be written" in error, f"exit code {code}: {run.stderr}"
 
 
 def read_only_data(workdir: Path, rng: Random) -> None:
-    """The data folder is read-only: existing token files are used; without any, the run exits with one line."""
+    """The data folder is read-only: existing token files are used; without any, one line."""
     reference()
     with tmpfs(workdir, "size=4m") as disk:
         missing = rng.random() < 0.5
@@ -144,11 +146,8 @@ def no_home(workdir: Path, rng: Random) -> None:
     """HOME is missing or read-only."""
     with tmpfs(workdir, "size=1m,ro") as disk:
         home = rng.choice(["/proc/nonexistent", str(disk)])
-        env = {
-            "HOME": home,
-            "XDG_CACHE_HOME": f"{home}/.cache",
-            "XDG_CONFIG_HOME": f"{home}/.config",
-        }
+        caches = {"XDG_CACHE_HOME": f"{home}/.cache", "XDG_CONFIG_HOME": f"{home}/.config"}
+        env = {"HOME": home, **caches}
         run = Run(workdir / "run", cold_start=True, env=env)
         run.end()
         # Matplotlib prints its temporary cache folder

@@ -1,4 +1,4 @@
-"""Faults in processes: killed, interrupted, killed between two file operations, one of two ranks killed."""
+"""Faults in processes: killed, interrupted, killed between two file operations, a rank killed."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def kill_before_file_operation(workdir: Path, rng: Random) -> None:
 
 
 def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random) -> str | None:
-    """Send a signal: the run prints at most one line, exits with the code of the signal, and resumes."""
+    """Send a signal: the run prints at most one line, exits with its code, and resumes."""
     reference()
     run = Run(workdir / "run", cold_start=startup)
     if startup:
@@ -66,7 +66,7 @@ def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random)
 
 
 def close_terminal(workdir: Path, rng: Random) -> str | None:
-    """Close the terminal of a run, which sends SIGHUP twice, and no output is possible: the run exits, and resumes."""
+    """Close the terminal of a run, which sends SIGHUP twice; without output it exits, and resumes."""
     reference()
     master, slave = os.openpty()
     run = Run(workdir / "run", terminal=os.ttyname(slave))
@@ -86,7 +86,10 @@ def close_terminal(workdir: Path, rng: Random) -> str | None:
 
 
 def interrupt_twice(workdir: Path, rng: Random) -> str:
-    """Press Ctrl-C twice: the run exits, and resumes; how fast it exits is a note, because machines may be busy."""
+    """Press Ctrl-C twice: the run exits, and resumes.
+
+    How fast it exits is a note, because machines may be busy.
+    """
     run = Run(workdir / "run")
     wait_until_random_time(run, rng)
     run.signal(signal.SIGINT)
@@ -125,7 +128,7 @@ def kill_one_rank(workdir: Path, rng: Random) -> str:
 
 
 def start_second_run(workdir: Path, rng: Random) -> None:
-    """Start a second run in the folder of a live one: it exits with one line, and the first is unaffected."""
+    """Start a second run in the folder of a live one: one line, and the first is unaffected."""
     first = Run(workdir / "run")
     assert first.wait_for_step(rng.randrange(1, STEPS - 2 * EVAL_EVERY)), first.stderr
     first.signal(signal.SIGSTOP)  # it could finish before the second run checks the lock
@@ -141,9 +144,9 @@ def start_second_run(workdir: Path, rng: Random) -> None:
 
 
 FAULTS = [
-    Fault("SIGKILL at a random time", kill_at_random_time, 50, "ci"),
+    Fault("SIGKILL at a random time", kill_at_random_time, 50, "slow"),
     Fault("SIGKILL before a random file operation", kill_before_file_operation, 40, "fast"),
-    Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20, "fast"),
+    Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20, "ci"),
     Fault("SIGINT at a random time", partial(interrupt, signal.SIGINT, False), 20, "slow"),
     Fault("SIGUSR1 (preemption) at a random time", partial(interrupt, signal.SIGUSR1, False), 20),
     Fault("SIGHUP (closed terminal) at a random time", close_terminal, 20, "fast"),

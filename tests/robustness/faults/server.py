@@ -1,4 +1,4 @@
-"""Faults of Weights & Biases in the middle of a run: a local test server that hangs or fails, a killed client."""
+"""Faults of Weights & Biases in a run: a local test server hangs or fails, a client is killed."""
 
 import gzip
 import json
@@ -53,12 +53,11 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.server.fault == "hang":
             threading.Event().wait(60)
-        request: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if self.path == "/graphql":
-            request = json.loads(
-                gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-            )
-        response = json.dumps(self.graphql(request) if self.path == "/graphql" else {}).encode()
+            packed = self.headers.get("Content-Encoding") == "gzip"
+            answer = self.graphql(json.loads(gzip.decompress(body) if packed else body))
+        response = json.dumps(answer).encode()
         self.send_response(500 if self.server.fault == "error" else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(response)))
@@ -72,22 +71,17 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
-        query, variables = request["query"], request.get("variables") or {}
+        query = request["query"]
+        variables = request.get("variables") or {}
         data: dict[str, Any] = {"project": {"artifact": None}}
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
-            data["upsertBucket"] = {
-                "bucket": {**BUCKET, "name": variables.get("name")},
-                "inserted": True,
-            }
+            bucket = {**BUCKET, "name": variables.get("name")}
+            data["upsertBucket"] = {"bucket": bucket, "inserted": True}
         if "createArtifact" in query:
-            artifact = {
-                "id": "4",
-                "state": "COMMITTED",
-                "artifactSequence": {"id": "5", "latestArtifact": None},
-            }
-            data["createArtifact"] = {"artifact": artifact}
+            sequence = {"artifactSequence": {"id": "5", "latestArtifact": None}}
+            data["createArtifact"] = {"artifact": {"id": "4", "state": "COMMITTED", **sequence}}
         if "createRunFiles" in query:
             address = f"http://127.0.0.1:{self.server.server_port}/upload/"
             files = [{"name": name, "uploadUrl": address + name} for name in variables["files"]]
@@ -110,8 +104,12 @@ def serve() -> Iterator[Server]:
 
 
 def wandb_fault(fault: str, workdir: Path, rng: Random) -> float:
-    """Inject a fault into the W&B logging of a run; returns its training time relative to a run without the fault."""
-    unlogged, seconds = reference(*LONG_RUN), []
+    """Inject a fault into the W&B logging of a run.
+
+    Returns its training time relative to that of a run without the fault.
+    """
+    unlogged = reference(*LONG_RUN)
+    seconds = []
     step = rng.randrange(2, 150)
     for injected in (fault, None):
         with serve() as server:
@@ -136,7 +134,7 @@ def wandb_fault(fault: str, workdir: Path, rng: Random) -> float:
 
 
 def client_pid(run: Run) -> int:
-    """The client process of a run: it is in a session of its own and has the id of its parent in its arguments."""
+    """The client process of a run, in a session of its own, with its parent's id as an argument."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             arguments = command.read_bytes().split(b"\0")

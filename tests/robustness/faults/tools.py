@@ -1,8 +1,7 @@
-"""Training runs as processes, waiting for the files that they write, and bitwise comparison of run folders."""
+"""Training runs as processes, waits for the files that they write, and comparison of run folders."""
 
 import atexit
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -24,25 +23,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.load import load_checkpoint
+from minigpt.runs.run_dir import read_summary
 
-IGNORED_KEYS = TIMES | {
-    "logged_seconds",
-    "command",
-    "resume",
-    "logger",
-    "commit",
-    "dirty",
-}  # differ when resumed
-PROGRESS = (
-    "step ",
-    "model  ",
-    "data  ",
-    "training  ",
-    "device  ",
-    "run folder  ",
-    "sampling  ",
-    "resume with: ",
-)
+# Which differ when a run resumes
+IGNORED_KEYS = TIMES | {"logged_seconds", "command", "resume", "logger", "commit", "dirty"}
+TABLE = [f"{key}  " for key in ("model", "data", "training", "device", "run folder", "sampling")]
+PROGRESS = ("step ", "resume with: ", *TABLE)
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between
 # validations.
@@ -50,8 +36,9 @@ STEPS, EVAL_EVERY = 24, 4
 SETTINGS = f"""
     trainer={os.environ.get("MINIGPT_FAULTS_TRAINER", "cpu")} trainer.accumulate_grad_batches=2
     model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=128 model.dropout=0.1
-    data.batch_size=4 max_steps={STEPS} eval_every={EVAL_EVERY} log_every=3 schedule.warmup_steps=5 ema_decay=0.9
-    callbacks.samples.max_new_tokens=10 callbacks.originality.characters=1000
+    data.batch_size=4 max_steps={STEPS} eval_every={EVAL_EVERY} log_every=3
+    schedule.warmup_steps=5 ema_decay=0.9 callbacks.samples.max_new_tokens=10
+    callbacks.originality.characters=100
 """.split()
 
 Trial = Callable[[Path, Random], str | float | None]
@@ -63,13 +50,20 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the table. `trial` returns a note, the training time relative to a run without the fault, or None."""
+    """One row of the table.
+
+    Attributes:
+        trial: returns a note, the training time relative to a run without the fault, or None.
+        trials: their number in `make faults`.
+        suite: the test suite that runs one trial: fast, slow, ci (a slow one of each kind) or none.
+        exclusive: run one trial at a time, because the trial measures time.
+    """
 
     name: str
     trial: Trial
-    trials: int  # of `make faults`
-    suite: str = "none"  # of the test suite that runs one trial: fast, slow, ci (a slow one of each kind) or none
-    exclusive: bool = False  # run one trial at a time, because the trial measures time
+    trials: int
+    suite: str = "none"
+    exclusive: bool = False
 
     def __call__(self, workdir: Path, seed: object) -> str | float | None:
         """Run one trial in a folder; its random choices depend on name and seed alone."""
@@ -95,44 +89,28 @@ class Run(Script):
         **options: Any,
     ) -> None:
         self.folder = folder
-        arguments = [
-            *SETTINGS,
-            f"data.path={shared()}/fox.txt",
-            f"data.folder={shared()}/data",
-            *overrides,
-        ]
+        text = [f"data.path={shared()}/fox.txt", f"data.folder={shared()}/data"]
+        arguments = [*SETTINGS, *text, *overrides, f"hydra.run.dir={folder}"]
         output = shared() / f"{time.monotonic_ns()}"
         operations = output.with_suffix(".operations")
         prepared = partial(prepare, terminal, folder, operations, *signal_at)
-        super().__init__(
-            "train.py",
-            *arguments,
-            f"hydra.run.dir={folder}",
-            output=output,
-            prepare=prepared,
-            **options,
-        )
+        super().__init__("train.py", *arguments, output=output, prepare=prepared, **options)
 
     @property
     def messages(self) -> list[str]:
         """The lines on stderr other than progress: warnings and errors."""
-        return [
-            line
-            for line in self.stderr.splitlines()
-            if line.strip() and not line.startswith(PROGRESS)
-        ]
+        lines = filter(str.strip, self.stderr.splitlines())
+        return [line for line in lines if not line.startswith(PROGRESS)]
 
     def wait_for_step(self, step: int) -> bool:
-        """Wait for a row of `step` or a later one in metrics.csv, which may be written at the same time."""
+        """Wait for a row of `step` or later in metrics.csv, which may be written at that time."""
         file = self.folder / "metrics.csv"
 
         def logged() -> bool:
-            lines = (
-                file.read_text(encoding="utf-8").splitlines(keepends=True)[1:]
-                if file.exists()
-                else []
-            )
-            return any(int(line.split(",", 1)[0]) >= step for line in lines if line.endswith("\n"))
+            if not file.exists():
+                return False
+            _, *rows = file.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+            return any(int(row.split(",", 1)[0]) >= step for row in rows)
 
         return self.wait_for(logged, poll_seconds=0.002)
 
@@ -143,7 +121,7 @@ class Run(Script):
 
 
 def prepare(terminal: str, *counted: Any) -> None:
-    """Prepare a process of a run before its script starts: its terminal, and the count of its file operations."""
+    """Prepare a forked process before its script: its terminal, and the count of file operations."""
     if terminal:
         # The controlling terminal of the session, which this process leads
         opened = os.open(terminal, os.O_RDWR)
@@ -154,19 +132,15 @@ def prepare(terminal: str, *counted: Any) -> None:
 
 
 def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
-    """Count the file operations in a folder, write their number at the exit, and send the signal at one of them."""
+    """Count the file operations in a folder, and send the signal at one; write their number."""
     operations = 0
+    changes = {f"os.{name}" for name in ("rename", "link", "remove", "mkdir", "symlink")}
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
         nonlocal operations
-        writes = (
-            event == "open"
-            and isinstance(details[2], int)
-            and details[2] & (os.O_WRONLY | os.O_RDWR)
-        )
-        if not (writes or event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.symlink")):
-            return
-        if str(details[0]).startswith(f"{folder}/"):
+        flags = details[2] if event == "open" else 0
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in changes) and str(details[0]).startswith(f"{folder}/"):
             operations += 1
             if operations == at:
                 os.kill(os.getpid(), signum)
@@ -177,13 +151,11 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
 
 @cache
 def shared() -> Path:
-    """A folder of this process (its runs import this module, too), with a text that a small model can learn."""
+    """A folder with a text that a small model can learn; its runs import this module, too."""
     folder = Path(tempfile.mkdtemp(prefix="minigpt-faults-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    lines = (
-        f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n"
-        for i in range(320)
-    )
+    fox = "the quick brown fox jumps over the lazy dog number"
+    lines = (f"{i}: {fox} {i * i % 97}.\n" for i in range(320))
     (folder / "fox.txt").write_text("".join(lines), encoding="utf-8")
     return folder
 
@@ -212,35 +184,29 @@ def assert_resumes(
     if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
     summary = folder / "summary.json"
-    if not summary.exists() or '"status": "completed"' not in summary.read_text(
-        errors="replace", encoding="utf-8"
-    ):
+    written = summary.read_text("utf-8", errors="replace") if summary.exists() else ""
+    if '"status": "completed"' not in written:
         run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
         run.end()
-        assert all(
-            line.startswith("warning: ") and warning and warning in line for line in run.messages
-        ), run.stderr
+        assert not run.messages or warning, run.stderr
+        expected = [line.startswith("warning: ") and warning in line for line in run.messages]
+        assert all(expected), run.stderr
     assert_same_run(folder, reference(*overrides))
-    partial = [str(file) for pattern in ("*partial*", ".tmp*") for file in folder.rglob(pattern)]
-    assert not partial, f"partial files are left: {partial}"
+    left = [*folder.rglob("*partial*"), *folder.rglob(".tmp*")]
+    assert not left, f"partial files are left: {left}"
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
-    """Compare two run folders bitwise: weights, optimizer state, RNG state, metrics, samples and summary."""
+    """Compare two run folders bitwise: weights, states, metrics, samples and summary."""
     for name in (LAST, BEST):
-        assert not (different := different_leaves(reference / name, folder / name)), (
-            f"{name} differs in {different}"
-        )
+        different = different_leaves(reference / name, folder / name)
+        assert not different, f"{name} differs in {different}"
     assert rows(folder) == rows(reference), "metrics.csv differs"
     texts = [(run / "samples.txt").read_text(encoding="utf-8") for run in (folder, reference)]
     assert texts[0] == texts[1], f"samples.txt differs: {texts}"
-    summary, expected = (
-        json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        for run in (folder, reference)
-    )
-    different = {
-        key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]
-    }
+    summary, expected = map(read_summary, (folder, reference))
+    keys = expected.keys() - IGNORED_KEYS
+    different = [key for key in keys if summary.get(key) != expected[key]]
     assert not different, f"summary.json differs in {different}: {summary}"
 
 
@@ -256,13 +222,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _leaves(file: Path) -> dict[str, Any]:
-    """The leaves of a checkpoint by path, without Lightning's loop counters, and without strings: they hold folders."""
-    leaves, _ = tree_flatten_with_path(
-        {key: value for key, value in read(file).items() if key != "loops"}
-    )
-    return {
-        keystr(path).replace(str(file.parents[1]), "FOLDER"): leaf
-        for path, leaf in leaves
-        if not isinstance(leaf, str)
-        and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
-    }
+    """The leaves of a checkpoint by path.
+
+    Those of Lightning's loop counters are left out, and strings, because they hold folders.
+    """
+    content = {key: value for key, value in read(file).items() if key != "loops"}
+    found = {}
+    for path, leaf in tree_flatten_with_path(content)[0]:
+        keys = {getattr(key, "key", None) for key in path}
+        if not isinstance(leaf, str) and not IGNORED_KEYS & keys:
+            found[keystr(path).replace(str(file.parents[1]), "FOLDER")] = leaf
+    return found
