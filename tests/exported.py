@@ -14,13 +14,8 @@ from minigpt.extras.playground.export_html import export_html
 CHARACTERS = CharTokenizer("".join(map(chr, range(32, 127))))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
-NANOCHAT = {
-    **LLAMA,
-    "norm": "rmsnorm_noscale",
-    "activation": "relu2",
-    "qk_norm": True,
-    "embed_norm": True,
-}
+NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2"}
+NANOCHAT |= {"qk_norm": True, "embed_norm": True}
 MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
 SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,13 +64,9 @@ def export(
     model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float32", **options: Any
 ) -> Path:
     save_checkpoint(model, tokenizer, folder / "model.safetensors")
-    export_html(
-        find_pretrained(folder / "model.safetensors"),
-        folder / f"{weights}.html",
-        weights,
-        **options,
-    )
-    return folder / f"{weights}.html"
+    page = folder / f"{weights}.html"
+    export_html(find_pretrained(folder / "model.safetensors"), page, weights, **options)
+    return page
 
 
 # Scripts for the page. The tokens that follow a prompt; arguments: ids, settings.
