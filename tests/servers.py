@@ -20,11 +20,8 @@ from minigpt.extras.playground.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
-BYTES: dict[str, Any] = {
-    "std": 0.3,
-    "vocab_size": 256,
-    "block_size": 32,
-}  # of a model with random weights
+# Of a model with random weights
+BYTES: dict[str, Any] = {"std": 0.3, "vocab_size": 256, "block_size": 32}
 
 
 class SmallEngine(Engine):
@@ -46,7 +43,7 @@ class SlowEngine(Engine):
     """Take so long that nobody waits for the end of a long text."""
 
     def _step(self) -> None:
-        time.sleep(0.005)
+        time.sleep(0.002)
         super()._step()
 
 
@@ -75,10 +72,8 @@ def serving(
 ) -> Iterator[Any]:
     """Run a server in a thread: `url`, `port` and `stop`; options are those of `create_app`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu")
-    app, opened = (
-        create_app(models, **({"host": "127.0.0.1"} | options)),
-        open_socket("127.0.0.1", port),
-    )
+    app = create_app(models, **({"host": "127.0.0.1"} | options))
+    opened = open_socket("127.0.0.1", port)
     server = new_server(app, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
@@ -96,17 +91,18 @@ def serving(
         stop()
 
 
-CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
-You are a helpful assistant.<|im_end|>
-' }}{% endif %}{{ '<|im_start|>' + message['role'] + '
-' + message['content'] + '<|im_end|>' + '
-' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
-' }}{% endif %}"""  # of SmolLM2-Instruct
+# Of SmolLM2-Instruct
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def make_instruct_folder(folder: Path, **options: Any) -> Path:
-    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves
-    them.
+    """Write a Llama with random weights, a tokenizer and a chat template, as transformers does.
 
     Args:
         options: of the tokenizer, and `ends`, the ids that end a text.
@@ -114,24 +110,12 @@ def make_instruct_folder(folder: Path, **options: Any) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    ends = options.pop("ends", 2)
-    theirs = save_tokenizer(
-        folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML, **options
-    )
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = LlamaConfig(
-        vocab_size=len(theirs),
-        max_position_embeddings=256,
-        eos_token_id=ends,
-        bos_token_id=0,
-        **sizes,
-    )
-    model = LlamaForCausalLM(config)
+    options = {"eos_token": "<|im_end|>", "chat_template": CHATML, **options}
+    ids = {"eos_token_id": options.pop("ends", 2), "bos_token_id": 0}
+    theirs = save_tokenizer(folder, CHATML, special, **options)
+    sizes = {"vocab_size": len(theirs), "max_position_embeddings": 256, "hidden_size": 32}
+    sizes |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **ids))
     torch.manual_seed(0)
     draw_weights(model)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The page on a server and in a file, and a server of a small model of bytes and of a GPT-2 of Hugging Face."""
+"""The page on a server and in a file, and a server of a model of bytes and of a GPT-2."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +14,10 @@ from sites import write_site
 def site(once: Callable[..., Path]) -> Iterator[SimpleNamespace]:
     """The addresses of the page: `server` has all runs, `file` the first."""
     folder = once("site", write_site)
-    with serving(
-        [folder / name for name in ("small", "other", "shifted")], engine=SlowEngine
-    ) as server:
-        yield SimpleNamespace(
-            folder=folder, server=f"{server.url}/", file=(folder / "small.html").as_uri()
-        )
+    runs = [folder / name for name in ("small", "other", "shifted")]
+    file = (folder / "small.html").as_uri()
+    with serving(runs, engine=SlowEngine) as server:
+        yield SimpleNamespace(folder=folder, server=f"{server.url}/", file=file)
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +27,8 @@ def run(once: Callable[..., Path]) -> Path:
     def build(folder: Path) -> None:
         make_run(folder / "tiny")
         (folder / "tiny/metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")
-        (folder / "tiny/samples.txt").write_text(
-            "── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n", encoding="utf-8"
-        )
+        samples = "── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n"
+        (folder / "tiny/samples.txt").write_text(samples, encoding="utf-8")
 
     return once("served", build) / "tiny"
 

@@ -7,15 +7,27 @@ import pytest
 from small_runs import wait_until
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
+ActionChains = webdriver.ActionChains
+Keys = webdriver.Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
+
+
+MAX_TOKENS = 15
+# Whether the tokens are those of the text and nothing is generated; `ended`: after a generation.
+IS_IDLE = """
+    const [ended] = arguments, find = name => document.querySelector(name);
+    const tokens = [...document.querySelectorAll("#first .token")].map(e => e.textContent).join("");
+    return tokens === find("#text").value && find("#generate").innerText !== "Stop"
+        && (!ended || find("#status").innerText.includes("tokens"));
+"""
 
 
 class Reader:
     """A page in a window of the browser, and the mouse, touch and keyboard events of a person."""
 
     def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
-        self.browser, self.run = browser, browser.execute_script
+        self.browser = browser
+        self.run = browser.execute_script
         self.resize(width, height)
         self.prefer("light")
         browser.get("about:blank")
@@ -60,7 +72,7 @@ class Reader:
         self.wait_for_tokens()
 
     def wait_for_tokens(self) -> None:
-        wait_until(lambda: self.token_text() == self.text and self.find("#generate").text != "Stop")
+        wait_until(lambda: self.run(IS_IDLE, False))
 
     def choose(self, selector: str, text: str) -> None:
         """Choose an item of a list."""
@@ -68,9 +80,16 @@ class Reader:
 
     def set(self, name: str, value: object) -> None:
         """Set a number of the settings."""
-        field = self.find(f"[name={name}]")
-        field.clear()
-        field.send_keys(str(value))
+        self.find(f"[name={name}]").send_keys(
+            Keys.CONTROL, "a", Keys.NULL, str(value) or Keys.DELETE
+        )
+
+    def shorten(self) -> None:
+        """Let the page generate `MAX_TOKENS` tokens at a time."""
+        script = """const field = document.querySelector("[name=max_tokens]");
+            field.value = arguments[0];
+            field.dispatchEvent(new InputEvent("input", {bubbles: true}));"""
+        self.run(script, MAX_TOKENS)
 
     def open(self, panel: str) -> None:
         """Open a panel, or close it if it is open."""
@@ -85,7 +104,7 @@ class Reader:
         wait_until(lambda: self.find(".weights").get_attribute("aria-busy") == "false")
 
     def attended(self) -> list[list[str]]:
-        """Weight, context, token and distance of each row of the list of tokens that the selected one attends to."""
+        """Weight, context, token and distance of each token that the selected one attends to."""
         return self.run("""return [...document.querySelectorAll("#attention tbody tr")].map(
             row => [...row.querySelectorAll("td, b")].map(cell => cell.textContent))""")
 
@@ -94,20 +113,19 @@ class Reader:
         self.wait_for_generation()
 
     def wait_for_generation(self) -> None:
-        wait_until(
-            lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text
-        )
-        self.wait_for_tokens()
+        wait_until(lambda: self.run(IS_IDLE, True))
 
     @property
     def text(self) -> str:
-        return self.find("#text").get_property("value")
+        return self.run("return document.querySelector('#text').value")
 
     def token_text(self, pane: str = "#first") -> str:
-        return self.run(
-            "return [...document.querySelectorAll(arguments[0] + ' .token')].map(e => e.textContent).join('')",
-            pane,
-        )
+        return "".join(self.texts(f"{pane} .token"))
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        return self.run(script, selector)
 
     def tokens(self) -> list[Any]:
         return self.find_all("#first .token")
@@ -122,16 +140,16 @@ class Reader:
         """The loss in nats per token of each model on each shown text."""
         rows = self.run("""return [...document.querySelectorAll("#losses tbody tr")].map(
             row => [...row.cells].map(cell => cell.textContent))""")
-        return {
-            name: [float(cell.split()[0]) if cell != "–" else None for cell in cells]
-            for name, *cells in rows
-        }
+        found = {}
+        for name, *cells in rows:
+            found[name] = [float(cell.split()[0]) if cell != "–" else None for cell in cells]
+        return found
 
 
 def open_at(browser: Any, url: str) -> Iterator[Reader]:
     """A person at a page; the console must be empty at the end."""
     reader = Reader(browser, url)
-    reader.set("max_tokens", 30)
+    reader.shorten()
     yield reader
     assert browser.get_log("browser") == []
 
@@ -147,7 +165,8 @@ const behind = e => {
 return [...document.querySelectorAll("body *:not(script, noscript)")]
   .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
   .map(e => {
-    const [a, b] = [light(rgba(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    const lights = [light(rgba(getComputedStyle(e).color)), light(behind(e))];
+    const [a, b] = lights.sort((x, y) => y - x);
     return [e.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)];
   });
 """

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import make_model, write_run
+from readers import MAX_TOKENS
 
 from minigpt import GPT, generate, save_checkpoint
 from minigpt.checkpoints.find import find_snapshots
@@ -44,14 +45,11 @@ HISTORY: dict[str, Any] = {
         {"step": step, "text": f"sample of step {step} {HOSTILE}"} for step, _ in LOSSES[16::17]
     ],
 }
+KINDS = ("inside words", "spaces and line breaks", "other")
 LEARNED: list[dict[str, Any]] = [
     {
         "step": step,
-        "kinds": {
-            "inside words": 4 - 1.5 * i,
-            "spaces and line breaks": 3 - i**2 / 2,
-            "other": 3.5,
-        },
+        "kinds": dict(zip(KINDS, (4 - 1.5 * i, 3 - i**2 / 2, 3.5), strict=True)),
         "previous": [[0.1, 0.2 * i], [0.3 + 0.1 * i, 0.05]],
         "induction": [[0.0, 0.01 * i], [0.4 * i, 0.02]],
     }
@@ -60,7 +58,7 @@ LEARNED: list[dict[str, Any]] = [
 
 
 def write_site(folder: Path) -> None:
-    """Write a run with snapshots, also as a page, another with a history, and one with another tokenizer."""
+    """Write a run with snapshots, also as a page, one with a history, and one with other ids."""
     for name in ("small", "other", "shifted"):
         write_run(folder / name, MODELS[name], SHIFTED if name == "shifted" else CHARACTERS)
     for step in STEPS:
@@ -69,19 +67,17 @@ def write_site(folder: Path) -> None:
     (folder / "other/samples.txt").write_text(
         "── step 2, validation loss 4.3000 ──\nTo be\n\n", encoding="utf-8"
     )
-    snapshots = find_snapshots(folder / "small")
+    parts = {"snapshots": find_snapshots(folder / "small"), "learned": LEARNED}
     run = find_pretrained(str(folder / "small"))
-    export_html(
-        run, folder / "small.html", "float32", HISTORY, snapshots=snapshots, learned=LEARNED
-    )
+    export_html(run, folder / "small.html", "float32", HISTORY, **parts)
 
 
 def continuation(
-    model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any
+    model: GPT, prompt: str, tokenizer: CharTokenizer = CHARACTERS, **settings: Any
 ) -> str:
     """A prompt and what `generate` adds to it with the defaults of the page."""
-    values = {"temperature": 0.8, "seed": 1337, **settings}
-    (sample,) = generate(model, tokenizer.encode(prompt), max_new_tokens=n_tokens, **values)
+    values = {"temperature": 0.8, "seed": 1337, "max_new_tokens": MAX_TOKENS, **settings}
+    (sample,) = generate(model, tokenizer.encode(prompt), **values)
     return prompt + tokenizer.decode(sample.tokens)
 
 

@@ -1,4 +1,4 @@
-"""The attention panel and the history of a page with a model in headless Chromium, by mouse and keyboard."""
+"""The attention panel of a page with a model in headless Chromium, by mouse and keyboard."""
 
 from itertools import pairwise
 
@@ -12,15 +12,9 @@ from torch import Tensor
 from minigpt.extras.interpret.heads import attention_maps
 
 PROMPT = "To be, or not"
-DARK = [
-    "191b20",
-    "412f88",
-    "6e4ecb",
-    "a78dff",
-    "efe9ff",
-]  # stops of the colors of attention weights
-# Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in
-# milliseconds.
+# Stops of the colors of attention weights
+DARK = ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"]
+# Record the requests for weights in `calls`. The first of `delays` is how many ms the next takes.
 RECORD = """
 const attention = backend.attention;
 [globalThis.calls, globalThis.delays, globalThis.drawn] = [[], [], 0];
@@ -33,7 +27,10 @@ backend.attention = async function(model, ids, layer, head, signal) {
   return attention.call(this, model, ids, layer, head, signal);
 };
 const {putImageData} = CanvasRenderingContext2D.prototype;
-CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; putImageData.apply(this, image); };
+CanvasRenderingContext2D.prototype.putImageData = function(...image) {
+  drawn++;
+  putImageData.apply(this, image);
+};
 """
 
 
@@ -62,11 +59,8 @@ def requests(reader: Reader) -> list[tuple[str, int, int | None]]:
 
 def highest(weights: Tensor) -> list[str]:
     """The weights of a token that its list has."""
-    return [
-        f"{weight:.3f}"
-        for weight in weights.sort(descending=True).values[:6].tolist()
-        if weight >= 0.0005
-    ]
+    top = weights.sort(descending=True).values[:6].tolist()
+    return [f"{weight:.3f}" for weight in top if weight >= 0.0005]
 
 
 def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
@@ -81,9 +75,8 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
     ):
         panel.press(key)
         assert panel.browser.switch_to.active_element.accessible_name == name
-        assert [
-            button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")
-        ] == [name]
+        checked = panel.find_all(".heads [aria-checked='true']")
+        assert [button.accessible_name for button in checked] == [name]
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
     panel.wait_for_weights()
     assert requests(panel)[-1] == (PROMPT, 0, 1)
@@ -91,37 +84,38 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
 
 def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader) -> None:
     weights = maps()
-    for name, of_head in (
-        ("layer 2, head 1", weights[1, 0]),
-        ("layer 1, mean", weights[0].mean(0)),
-    ):
+    heads = {"layer 2, head 1": weights[1, 0], "layer 1, mean": weights[0].mean(0)}
+    for name, of_head in heads.items():
         panel.choose_head(name)
         panel.hover(panel.tokens()[10])
         rows = panel.attended()
         top = of_head[10].topk(len(rows)).indices.tolist()
         assert [row[0] for row in rows] == highest(of_head[10])
         assert [row[2] for row in rows] == [PROMPT[i].replace(" ", "␣") for i in top]
-        assert [row[3] for row in rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top]
+        distances = [f"{10 - i} back" for i in top]
+        assert [row[3].replace("itself", "0 back") for row in rows] == distances
         assert panel.find(".list caption").text == f"n attends to ({name})"
     wait_until(lambda: len(panel.backgrounds()[10]) == 3)
     shades = [sum(color) for color in panel.backgrounds()[:11]]
     ordered = [shades[i] for i in of_head[10].argsort()[-11:]]
     assert all(after - before <= 6 for before, after in pairwise(ordered))
     assert all(len(color) == 4 for color in panel.backgrounds()[11:])  # transparent
-    known, drawn = requests(panel), panel.run("return drawn")
+    known = (requests(panel), panel.run("return drawn"))
     for i in (11, 0, 4):
         panel.hover(panel.tokens()[i])
-        marker, canvas = panel.find(".marker").rect, panel.find("canvas").rect
+        marker = panel.find(".marker").rect
+        canvas = panel.find("canvas").rect
         assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 13, abs=1)
         assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
-    assert (requests(panel), panel.run("return drawn")) == (known, drawn)
+    assert (requests(panel), panel.run("return drawn")) == known
     contexts = {row[3]: row[1] for row in panel.attended()}
     # Ten characters before the token, nine after it
     assert contexts["itself"] == "      To be, or not"
 
 
 def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> None:
-    weights, T = maps()[0, 1], len(PROMPT)
+    weights = maps()[0, 1]
+    T = len(PROMPT)
     panel.choose_head("layer 1, head 2")
     read = (
         f"const copy = new OffscreenCanvas({T}, {T}).getContext('2d');"
@@ -144,10 +138,8 @@ def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> 
     cell = canvas.size["width"] / T
     panel.hover(canvas, round(-4 * cell), round(cell))  # of the center: query 7, key 2
     caption, weight = panel.find("figcaption").text.split(": ")
-    assert (caption, float(weight)) == (
-        "o (8) → ␣ (3)",
-        pytest.approx(weights[7, 2].item(), abs=1.1e-3),
-    )
+    assert caption == "o (8) → ␣ (3)"
+    assert float(weight) == pytest.approx(weights[7, 2].item(), abs=1.1e-3)
     panel.hover(canvas, round(4 * cell), round(-4 * cell))  # a key after the query
     assert panel.find("figcaption").text == "Each row is a query, each column a key."
 

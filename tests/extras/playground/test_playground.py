@@ -1,6 +1,7 @@
 """The page in headless Chromium, with the models on a server and with the model in the file."""
 
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,8 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.extras.playground.export_html import export_html
 
 
-def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(
-    reader: Reader,
-) -> None:
-    reader.write(PROMPT)  # in one step
-    reader.generate()
-    first = continuation(MODELS["small"], PROMPT, 30)
-    assert reader.text == first
-    assert re.fullmatch(r"30 tokens, [\d,]+ tokens/s", reader.find("#status").text)
+def test_the_text_is_continued_with_the_settings(reader: Reader) -> None:
+    reader.write(PROMPT)
     reader.find("[name=temperature]").send_keys(Keys.ARROW_RIGHT * 4)
     reader.find("[name=top_p]").send_keys(Keys.ARROW_LEFT * 2)
     reader.find("[name=min_p]").send_keys(Keys.ARROW_RIGHT * 3)
@@ -33,7 +28,18 @@ def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(
         reader.set(name, value)
     reader.generate()
     settings = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.03, "top_k": 12, "seed": 7}
-    second = continuation(MODELS["small"], first, 60, **settings)
+    assert reader.text == continuation(MODELS["small"], PROMPT, max_new_tokens=60, **settings)
+    assert re.fullmatch(r"60 tokens, [\d,]+ tokens/s", reader.find("#status").text)
+
+
+def test_each_step_is_undone_alone(in_file: Reader) -> None:
+    reader = in_file
+    reader.write(PROMPT)  # in one step
+    reader.generate()
+    first = continuation(MODELS["small"], PROMPT)
+    assert reader.text == first
+    reader.generate()
+    second = continuation(MODELS["small"], first)
     assert reader.text == second
     # Chromium 150 moves the cursor of a field without focus in the next frame.
     reader.browser.execute_async_script(
@@ -48,48 +54,38 @@ def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(
     for text in (second, first):
         reader.find("#undo").click()
         assert reader.text == text
-    for key, text in (
-        ("z", PROMPT),
-        ("z", ""),
-        ("y", PROMPT),
-        ("y", first),
-        ("y", second),
-        ("y", f"{second}XYZ"),
-    ):
+    # What was undone before another change is gone
+    redone = [PROMPT, first, second, f"{second}XYZ", f"{second}XYZ"]
+    for key, text in (("z", PROMPT), ("z", ""), *(("y", text) for text in redone)):
         reader.press(Keys.CONTROL, key)
         assert reader.text == text
-    reader.press(Keys.CONTROL, "y")  # what was undone before another change is gone
-    assert reader.text == f"{second}XYZ"
 
 
 def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader) -> None:
     reader, start = in_file, CHARACTERS.decode(CHARACTERS.start)
     reader.generate()
-    assert start + reader.text == continuation(MODELS["small"], start, 30)
+    assert start + reader.text == continuation(MODELS["small"], start)
     reader.find("#text").clear()
     reader.write(PROMPT)
     for _ in range(3):
         reader.press(Keys.ARROW_LEFT)
     token = f"Token {len(PROMPT) - 3} {PROMPT[-4]}"  # before the cursor
-    wait_until(
-        lambda: reader.run("return document.querySelector('#token h2').textContent") == token
-    )
+    heading = "return document.querySelector('#token h2').textContent"
+    wait_until(lambda: reader.run(heading) == token)
     reader.press(Keys.CONTROL, Keys.ENTER)
     reader.wait_for_generation()
-    written = continuation(MODELS["small"], PROMPT[:-3], 30)
+    written = continuation(MODELS["small"], PROMPT[:-3])
     assert reader.text == written
     reader.find("#text").send_keys("é")
     # An error that names the unknown character
     wait_until(lambda: "é" in reader.find("#status").text)
     reader.find("#generate").click()
-    wait_until(
-        lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text
-    )
+    wait_until(lambda: reader.find("#generate").text == "Generate")
+    assert "é" in reader.find("#status").text
     assert reader.text == f"{written}é"
 
 
-# Instead of the model, `next` continues the ids of a prompt, which are in `asked`. Pauses are
-# short.
+# Instead of the model, `next` continues the ids of a prompt, which are in `asked`; pauses are short.
 STUB = """
     const {setTimeout} = window;
     window.setTimeout = (call, ms = 0, ...given) => setTimeout(call, ms / 20, ...given);
@@ -124,11 +120,8 @@ def write_at(reader: Reader, text: str, cursor: int) -> None:
     reader.wait_for_tokens()
 
 
-SPACED = [
-    *(bytes([byte]) for byte in range(256)),
-    b" \xc3",
-    b" \xf0",
-]  # with the beginning of the next character
+# Two tokens have the beginning of the next character
+SPACED = [*(bytes([byte]) for byte in range(256)), b" \xc3", b" \xf0"]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +140,8 @@ def test_a_cursor_within_a_character_is_at_its_border(
     run = write_run(tmp_path / "run", random_model(vocab_size=259), tokenizer)
     export_html(find_pretrained(str(run)), tmp_path / "page.html")
     with serving([run]) as server:
-        reader = Reader(
-            browser, (tmp_path / "page.html").as_uri() if place == "file" else f"{server.url}/"
-        )
+        file = (tmp_path / "page.html").as_uri()
+        reader = Reader(browser, file if place == "file" else f"{server.url}/")
         reader.run(STUB)
         text = "é 😀a"
         units = text.encode("utf-16-le")
@@ -159,15 +151,16 @@ def test_a_cursor_within_a_character_is_at_its_border(
             before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")
             assert asked(reader) == tokenizer.encode(before).tolist()
         # A text that was generated ends within a character.
-        a, ends = ord("a"), [[[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [[0xC3, ""]]]
-        # Stopped before the last one
-        ends += [[[256, " \ufffd"]], [[256, " "]]] if name == "bpe" else []
-        for end in ends:
+        a = ord("a")
+        ends: list[Any] = [([[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [a]), ([[0xC3, ""]], [a])]
+        if name == "bpe":  # stopped before the last one
+            ends += [([[256, text]], [a, ord(" ")]) for text in (" \ufffd", " ")]
+        for end, expected in ends:
             write_at(reader, "a", 1)
             reader.run("next = arguments[0]", end)
             assert asked(reader) == [a]
             reader.run("next = []")
-            assert asked(reader) == [a, *([ord(" ")] if end[0][0] == 256 else [])]
+            assert asked(reader) == expected
         if name == "bpe":  # an alternative takes the place of the whole character
             write_at(reader, "a é", 3)
             reader.hover(reader.tokens()[2])
@@ -187,9 +180,8 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
     wait_until(reader.losses)
     place = reader.find("#generate").location
     # As at first
-    reader.run(
-        "for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()"
-    )
+    empty = "for (const id of ['losses', 'facts']) document.getElementById(id).replaceChildren()"
+    reader.run(empty)
     assert reader.find("#generate").location == place  # a click would miss a button that moves
     for stop in ("button", "key"):
         length = len(reader.text)
@@ -209,8 +201,9 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
 
 
 ALWAYS_READY = """
-    const line = JSON.stringify({id: 5, text: "a", logprob: -1, rank: 0, top: []}) + "\\n", fetched = window.fetch;
-    const part = new TextEncoder().encode(line.repeat(20));
+    const token = {id: 5, text: "a", logprob: -1, rank: 0, top: []}, fetched = window.fetch;
+    const part = new TextEncoder().encode((JSON.stringify(token) + "\\n").repeat(20));
+    const button = document.getElementById("generate");
     window.frames_drawn = 0;
     const draw = () => { window.frames_drawn++; requestAnimationFrame(draw); };
     requestAnimationFrame(draw);
@@ -223,8 +216,8 @@ ALWAYS_READY = """
             else controller.close();
         }})));
     };
-    setTimeout(() => { window.before_stop = window.frames_drawn; document.getElementById("generate").click(); }, 500);
-    document.getElementById("generate").click();
+    setTimeout(() => { window.before_stop = window.frames_drawn; button.click(); }, 500);
+    button.click();
 """
 
 
@@ -243,24 +236,24 @@ def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(
 def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(
     in_file: Reader,
 ) -> None:
-    reader, model = in_file, MODELS["small"]
+    reader = in_file
+    model = MODELS["small"]
+    shown = ".alternatives"
     reader.write(PROMPT)
     reader.hover(reader.tokens()[7])
     with torch.no_grad():
         logits = model(CHARACTERS.encode(PROMPT[:7])[None])[0, -1]
     p, likeliest = logits.softmax(-1).topk(10)
-    names = [e.text for e in reader.find_all(".alternatives code")][:10]
-    assert [name.replace("␣", " ").replace("⏎", "\n") for name in names] == [
-        CHARACTERS.decode([i]) for i in likeliest
-    ]
-    shown = [float(e.text.split()[0]) for e in reader.find_all(".alternatives .percent")][:10]
-    assert shown == pytest.approx((100 * p).tolist(), rel=0.01)
+    names = [name.replace("␣", " ").replace("⏎", "\n") for name in reader.texts(f"{shown} code")]
+    assert names[:10] == [CHARACTERS.decode([i]) for i in likeliest]
+    percent = [float(text.split()[0]) for text in reader.texts(f"{shown} .percent")]
+    assert percent[:10] == pytest.approx((100 * p).tolist(), rel=0.01)
     rank = int((logits > logits[CHARACTERS.encode(PROMPT[7])]).sum()) + 1
     assert f"rank {rank}, surprisal" in reader.find("#token p").text
     reader.click(reader.tokens()[7])  # keeps the token while the pointer moves to the alternatives
     reader.find_all(".alternatives button")[2].click()
     reader.wait_for_generation()
-    assert reader.text == continuation(model, PROMPT[:7] + CHARACTERS.decode([likeliest[2]]), 30)
+    assert reader.text == continuation(model, PROMPT[:7] + CHARACTERS.decode([likeliest[2]]))
 
 
 def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None:
@@ -270,11 +263,11 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
     reader.wait_for_tokens()
     wait_until(lambda: reader.token_text("#second") == PROMPT)
     reader.generate()
-    texts = [continuation(MODELS[name], PROMPT, 30) for name in ("small", "other")]
+    texts = [continuation(MODELS[name], PROMPT) for name in ("small", "other")]
     assert [reader.token_text("#first"), reader.token_text("#second")] == texts
-    expected = {
-        name: [loss_of(MODELS[name], text) for text in texts] for name in ("small", "other")
-    }
+    expected = {}
+    for name in ("small", "other"):
+        expected[name] = [loss_of(MODELS[name], text) for text in texts]
     wait_until(lambda: reader.losses() == expected)
 
 
@@ -286,13 +279,13 @@ def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
     reader.choose("#model", "shifted")
     reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
     reader.wait_for_generation()
-    assert reader.text == continuation(MODELS["shifted"], PROMPT[:-1], 30, SHIFTED)
+    assert reader.text == continuation(MODELS["shifted"], PROMPT[:-1], SHIFTED)
     wait_until(lambda: not reader.find("#time").is_displayed())  # it has no snapshots
     assert reader.find("#undo").location == place  # a click would miss a button that moves
     reader.choose("#model", "small")
     reader.find("#undo").click()
     reader.generate()
-    assert reader.text == continuation(MODELS["small"], PROMPT, 30)
+    assert reader.text == continuation(MODELS["small"], PROMPT)
 
 
 @pytest.mark.slow
@@ -306,11 +299,8 @@ def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(
     wait_until(lambda: reader.losses() == {"other": [loss_of(MODELS["other"], PROMPT)]})
     for panel in ("Attention", "Training"):
         reader.open(panel)
-    heads = [
-        f"layer {layer}, {head}"
-        for layer in (1, 2, 3)
-        for head in ("mean", *(f"head {i}" for i in range(1, 5)))
-    ]
+    names = ("mean", "head 1", "head 2", "head 3", "head 4")
+    heads = [f"layer {layer}, {name}" for layer, name in product((1, 2, 3), names)]
     assert [button.accessible_name for button in reader.find_all(".heads button")] == heads
     wait_until(lambda: reader.find_all("#history svg"))
     assert reader.find("#history pre").text == "To be"
@@ -325,7 +315,8 @@ def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Simpl
     loaded = reader.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert all(name.startswith((site.server, "data:")) for name in loaded)
     assert bool(loaded) == reader.browser.current_url.startswith("http")
-    blocked = "const done = arguments[0]; fetch('https://example.com').then(() => done('sent'), () => done('blocked'))"
+    blocked = """const [done] = arguments;
+        fetch("https://example.com").then(() => done("sent"), () => done("blocked"));"""
     assert reader.browser.execute_async_script(blocked) == "blocked"
     assert "Content Security Policy" in reader.browser.get_log("browser")[0]["message"]
 
@@ -342,7 +333,8 @@ def test_the_page_takes_the_key_from_its_address_or_asks_for_it(
             let asked = 0;
             window.prompt = () => { asked += 1; return "sec%ret#&"; };
             sessionStorage.setItem("key", "wrong");
-            Promise.all([backend.describe("small"), backend.history("small")]).then(() => done(asked));"""
+            const requests = [backend.describe("small"), backend.history("small")];
+            Promise.all(requests).then(() => done(asked));"""
         assert browser.execute_async_script(asked) == 1
         refused = """
             const done = arguments[0];
@@ -359,16 +351,14 @@ def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(
 ) -> None:
     write_run(tmp_path / "run", random_model(n_layer=12, n_head=12, n_embd=48), CHARACTERS)
     history = {"train_loss": [[1, 4.5], [2, 4.25]], "val_loss": [[2, 4.3]], "samples": []}
-    export_html(
-        find_pretrained(str(tmp_path / "run")),
-        tmp_path / "page.html",
-        history=history,
-        learned=LEARNED,
-    )
-    reader = Reader(browser, (tmp_path / "page.html").as_uri())
+    page = tmp_path / "page.html"
+    run = find_pretrained(str(tmp_path / "run"))
+    export_html(run, page, history=history, learned=LEARNED)
+    reader = Reader(browser, page.as_uri())
     reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
     layer, field = reader.run("""
-        const [tokens, field] = [".tokens", "textarea"].map(s => document.querySelector("#first " + s));
+        const find = name => document.querySelector("#first " + name);
+        const tokens = find(".tokens"), field = find("textarea");
         const {alignSelf} = tokens.style, {height} = field.style;
         tokens.style.alignSelf = "start";  // its own height, not that of the textarea
         field.style.height = "0";
@@ -376,9 +366,8 @@ def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(
         [tokens.style.alignSelf, field.style.height] = [alignSelf, height];
         return heights;""")
     assert layer == field  # tokens are in the places of the letters
-    assert reader.run(
-        "const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth"
-    )
+    fits = "const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth"
+    assert reader.run(fits)
     for panel in ("Attention", "Training"):
         reader.open(panel)
     reader.choose_head("layer 12, head 12")
@@ -391,26 +380,14 @@ def test_the_page_fits_every_screen_has_contrast_and_needs_no_mouse(
         assert reader.run("return document.documentElement.scrollWidth") <= width
         background = reader.run("return getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
-        contrasts = [
-            (text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text
-        ]
+        contrasts = [pair for pair in text_contrasts(browser) if "<text" not in pair[0]]
         assert len(contrasts) > 180
         assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
     reached = set()
+    active = "const e = document.activeElement; return e.name || e.id || e.textContent"
     for _ in range(60):
         reader.press(Keys.TAB)
-        reached.add(
-            reader.run("const e = document.activeElement; return e.name || e.id || e.textContent")
-        )
-    assert reached >= {
-        "generate",
-        "undo",
-        "temperature",
-        "top_p",
-        "min_p",
-        "top_k",
-        "max_tokens",
-        "seed",
-        "Attention",
-    }
+        reached.add(reader.run(active))
+    settings = {"temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"}
+    assert reached >= {"generate", "undo", "Attention", *settings}
     assert browser.get_log("browser") == []
