@@ -19,16 +19,9 @@ from minigpt.extras.playground.joining import (
 )
 from minigpt.model.gpt import GPT
 
-VISITS = [
-    (0, 3, 30),
-    (2, 25, 4),
-    (2, 1, 9),
-    (5, 16, 60),
-    (7, 2, 0),
-    (20, 9, 30),
-    (80, 16, 3),
-    (80, 1, 50),
-]
+# With an empty batch in between
+VISITS = [(0, 3, 20), (2, 25, 4), (2, 1, 9), (5, 16, 30), (7, 2, 0), (20, 9, 12), (40, 16, 3)]
+VISITS += [(40, 1, 20)]
 KINDS = (FastJoiningDecoder, GraphJoiningDecoder)  # on a CPU, steps are not recorded
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -46,7 +39,7 @@ def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_
     assert all(torch.equal(*pair) for pair in tensors)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     changes=st.tuples(st.sampled_from([*EVERY.values()]), st.sampled_from([*EVERY.values()])),
     block_size=st.integers(1, 9),
@@ -62,14 +55,12 @@ def test_samples_of_any_architecture_join_and_leave(
     kind: type[FastJoiningDecoder],
 ):
     # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
-    model = make(
-        **{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size
-    ).double()
+    small = {"n_embd": 8, "ngram_buckets": 11}
+    model = make(**{**small, **changes[0], **changes[1], "block_size": block_size}).double()
+    # But for the sines of rotary positions
+    options: Any = {"terms": terms_of(model.config), "dtype": torch.float32}
     for text, n, logits in join_and_leave(model, visits, kind(model)):
-        # In 64 bits but for the sines of rotary positions.
-        assert_near(
-            logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32
-        )
+        assert_near(logits, as_alone(model, text, n), **options)
 
 
 @architectures
@@ -152,9 +143,12 @@ def _seeded() -> Iterator[None]:
 def join_and_leave(
     model: GPT, visits: list[tuple[int, int, int]], decoder: JoiningDecoder
 ) -> list[tuple[list[int], int, Tensor]]:
-    """The text, the length of its prompt and the logits of samples that join at a step with a
-    prompt of n tokens and
-    leave after m more: `visits` are (step, n, m)."""
+    """The text, the length of its prompt and the logits of samples that join and leave.
+
+    Args:
+        visits: (step, n, m) of a sample that joins at a step with a prompt of n tokens and leaves
+            after m more.
+    """
     texts = [tokens(n + m) for _, n, m in visits]
     found: list[list[Tensor]] = [[] for _ in visits]
     rows = list[int]()
@@ -164,9 +158,8 @@ def join_and_leave(
                 decoder.add(texts[i][:n])
                 rows.append(i)
         if rows:
-            logits = decoder.step(
-                torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows])
-            )
+            last = [texts[i][visits[i][1] - 1 + len(found[i])] for i in rows]
+            logits = decoder.step(torch.tensor(last))
         for row in reversed(range(len(rows))):
             found[rows[row]].append(logits[row].clone())
             if len(found[rows[row]]) == visits[rows[row]][2] + 1:

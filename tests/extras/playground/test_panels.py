@@ -63,7 +63,10 @@ def highest(weights: Tensor) -> list[str]:
     return [f"{weight:.3f}" for weight in top if weight >= 0.0005]
 
 
-def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
+def test_heads_are_picked_by_arrow_keys_and_their_weights_are_listed_and_shaded(
+    panel: Reader,
+) -> None:
+    # Heads are one tab stop
     panel.press(Keys.TAB)
     for key, name in (
         (Keys.ARROW_RIGHT, "layer 1, head 1"),
@@ -81,8 +84,7 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
     panel.wait_for_weights()
     assert requests(panel)[-1] == (PROMPT, 0, 1)
 
-
-def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader) -> None:
+    # The tokens with the highest weights are listed and shaded
     weights = maps()
     heads = {"layer 2, head 1": weights[1, 0], "layer 1, mean": weights[0].mean(0)}
     for name, of_head in heads.items():

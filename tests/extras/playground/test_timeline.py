@@ -60,10 +60,21 @@ def wait_for_continuation(
     assert reader.find("#second-name").text == f"Continued by {name}"
 
 
+# Record in `seen` what the output shows, which changes often.
+RECORD = """
+    globalThis.seen = [];
+    const output = document.querySelector("#time output"), {setInterval} = window;
+    window.setInterval = (function_, ms) => setInterval(function_, ms / 5);
+    new MutationObserver(() => seen.push(output.value)).observe(output, {childList: true});
+"""
+
+
 @pytest.mark.parametrize(
     "reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True
 )
-def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader: Reader) -> None:
+def test_the_slider_and_play_show_how_each_snapshot_reads_and_continues_the_text(
+    reader: Reader,
+) -> None:
     reader.write(PROMPT)
     assert place(reader) == TRAINED
     assert not reader.find("#time [type=checkbox]").is_displayed()  # nothing to follow
@@ -95,6 +106,14 @@ def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader:
         return [colors[i][0] - colors[i][2] for i in order]
 
     wait_until(lambda: is_falling(warmth()))
+    reader.run(RECORD)
+    play = reader.find("#time button")
+    reader.run("arguments[0].click(); seen.push(arguments[0].getAttribute('aria-label'))", play)
+    wait_until(lambda: play.accessible_name == "Play the training")
+    passed = list(dict.fromkeys(reader.run("return seen")))
+    assert passed == ["Pause", *(f"step {step:,}" for step in STEPS), TRAINED]
+    wait_for_loss(reader, "small")
+    wait_for_continuation(reader, "small")
 
 
 def is_falling(values: list[int]) -> bool:
@@ -123,23 +142,6 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
     wait_for_continuation(reader, "small")
     reader.find("#close").click()
     assert not reader.find("#second").is_displayed()
-
-
-def test_play_passes_every_step_and_ends_at_the_trained_model(in_file: Reader) -> None:
-    reader = in_file
-    reader.write(PROMPT)
-    reader.run("""
-        globalThis.seen = [];
-        const output = document.querySelector("#time output"), {setInterval} = window;
-        window.setInterval = (function_, ms) => setInterval(function_, ms / 5);
-        new MutationObserver(() => seen.push(output.value)).observe(output, {childList: true});""")
-    play = reader.find("#time button")
-    reader.run("arguments[0].click(); seen.push(arguments[0].getAttribute('aria-label'))", play)
-    wait_until(lambda: play.accessible_name == "Play the training")
-    passed = list(dict.fromkeys(reader.run("return seen")))
-    assert passed == ["Pause", *(f"step {step:,}" for step in STEPS), TRAINED]
-    wait_for_loss(reader, "small")
-    wait_for_continuation(reader, "small")
 
 
 def curves(reader: Reader, label: str) -> SimpleNamespace:
@@ -262,6 +264,7 @@ ANSWERS = """
         return Promise.resolve(new Response(...answer));
     };
     window.left = answers;
+    places.length = 0;
 """
 
 
@@ -269,32 +272,32 @@ def answer(status: int, content: object) -> list[object]:
     return [json.dumps(content), {"status": status}]
 
 
-@pytest.mark.parametrize(
-    ("last", "shown"),
-    [
-        (answer(200, {"steps": [0, 10, 20], "status": "completed"}), TRAINED),
-        (answer(401, {"error": {"message": "no key"}}), f"{TRAINED} (no key)"),
-    ],
-)
-def test_a_poll_that_fails_is_repeated_until_the_run_is_over(
-    last: Any, shown: str, at_server: Reader
+def test_a_poll_that_fails_is_repeated_until_the_run_is_over_or_the_key_is_wrong(
+    at_server: Reader,
 ) -> None:
     reader = at_server
     running = answer(200, {"steps": [0, 10], "status": "running"})
     stopped = answer(503, {"error": {"message": "the server was stopped"}})
+    over = answer(200, {"steps": [0, 10, 20], "status": "completed"})
+    no_key = answer(401, {"error": {"message": "no key"}})
     page = ["<html>", {"status": 502}]
-    answers = ["offline", running, "hang", "offline", page, stopped, running, last]
+    failed = ["offline", running, "hang", "offline", page, stopped, running]
+    lost = "the server does not answer"
+    best = "the best model so far"
+    statuses = ["running", lost, "the server answers with status 502", "the server was stopped"]
+    first = [f"{TRAINED} ({lost})", *(f"{best} ({status})" for status in (*statuses, "running"))]
     reader.run(HURRIED)
     reader.run("window.asked = 0; window.prompt = () => { asked += 1; return null; };")
-    reader.run(ANSWERS, answers)
-    reader.choose("#model", "other")
     ended = "return places.at(-1) === arguments[0] && !left.length && !waiting.size"
-    wait_until(lambda: reader.run(ended, shown))
-    lost, best = "the server does not answer", "the best model so far"
-    failures = (lost, "the server answers with status 502", "the server was stopped")
-    statuses = ("running", *failures, "running")
-    expected = [f"{TRAINED} ({lost})", *(f"{best} ({status})" for status in statuses), shown]
-    assert [text for text, _ in groupby(reader.run("return places"))] == expected
-    assert reader.run("return most") == 1  # a pause, or the time limit of a poll
-    assert reader.run("return asked") == (last[1]["status"] == 401)
+    for model, last, shown, asked in (
+        ("other", over, TRAINED, 0),
+        ("shifted", no_key, f"{TRAINED} (no key)", 1),
+    ):
+        reader.run(ANSWERS, [*failed, last])
+        reader.choose("#model", model)
+        wait_until(lambda: reader.run(ended, shown))  # noqa: B023
+        expected = [*first, shown]
+        assert [text for text, _ in groupby(reader.run("return places"))] == expected
+        assert reader.run("return most") == 1  # a pause, or the time limit of a poll
+        assert reader.run("return asked") == asked
     reader.browser.get_log("browser")
