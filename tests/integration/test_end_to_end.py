@@ -14,20 +14,23 @@ from small_runs import ROOT, wait_until
 from minigpt.utils.errors import UserError
 
 
-def test_train_then_sample(launch, call, tmp_path):
-    trained = launch("train.py", "max_steps=2", "eval_every=1", cwd=tmp_path, cold_start=True)
+def test_train_then_sample(call, tmp_path):
+    trained = call("train.py", "max_steps=2", "eval_every=1")
     assert trained.returncode == 0, trained.stderr
     assert "Traceback" not in trained.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert (tmp_path / "runs" / "latest").resolve() == folder
-    python, script, *arguments = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[
-        1
-    ].split()
+    (again,) = re.findall(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)
+    python, script, *arguments = again.split()
     assert (tmp_path / python, Path(script)) == (Path(sys.executable), ROOT / "scripts/sample.py")
     assert call("sample.py", *arguments).returncode == 0
     newest = call("sample.py", "--prompt", "1: the", "--max-new-tokens", "30")
     assert len(newest.stdout) == len("1: the") + 30 + 1
     assert "best.safetensors" in newest.stderr
+
+
+def read_json(file):
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
@@ -46,41 +49,28 @@ def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     *_, resume, last = stderr.strip().splitlines()
     assert last == "interrupted by SIGTERM"
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(folder / "summary.json")
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
     assert (folder / "curves.png").exists()
-    again = [
-        *shlex.split(resume.removeprefix("resume with: ")),
-        f"max_steps={summary['steps'] + 1}",
-    ]
+    steps = summary["steps"] + 1
+    again = [*shlex.split(resume.removeprefix("resume with: ")), f"max_steps={steps}"]
     resumed = subprocess.run(again, capture_output=True, encoding="utf-8", check=False)
     assert resumed.returncode == 0, resumed.stderr
-    assert (
-        json.loads((folder / "summary.json").read_text(encoding="utf-8"))["steps"]
-        == summary["steps"] + 1
-    )
+    assert read_json(folder / "summary.json")["steps"] == steps
 
 
 def test_a_wrong_setting_is_one_line_before_torch_is_imported(small, tmp_path):
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        str(ROOT / "scripts" / "train.py"),
-        *small,
-        "model.n_embd=101",
-    ]
-    ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
-    )
+    python = [sys.executable, "-X", "importtime"]
+    command = [*python, str(ROOT / "scripts" / "train.py"), *small, "model.n_embd=101"]
+    options = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8"}
+    ended = subprocess.run(command, check=False, **options)
     assert ended.returncode == 2
     (line,) = (line for line in ended.stderr.splitlines() if not line.startswith("import time:"))
     assert line.startswith("error: model.n_embd must be divisible by model.n_head=2, got 101")
     assert "minigpt.model.config" in ended.stderr
-    assert not re.search(
-        r"\| +(torch|lightning|wandb|matplotlib|numpy|scipy)(\.|$)", ended.stderr, re.MULTILINE
-    )
+    heavy = r"\| +(torch|lightning|wandb|matplotlib|numpy|scipy)(\.|$)"
+    assert not re.search(heavy, ended.stderr, re.MULTILINE)
 
 
 def test_a_traceback_is_shown_on_request(call, monkeypatch):
@@ -108,43 +98,32 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path)
 def test_prepared_token_files_are_trained_on_without_their_text_and_without_naming_their_tokenizer(
     call, tmp_path
 ):
-    (tmp_path / "my.txt").write_text(
-        "".join(f"{i} is a line. " for i in range(999)), encoding="utf-8"
-    )
+    lines = "".join(f"{i} is a line. " for i in range(999))
+    (tmp_path / "my.txt").write_text(lines, encoding="utf-8")
     settings = ["data=text", "data.path=my.txt", "tokenizer=bpe", "tokenizer.vocab_size=270"]
     call("prepare.py", *settings)
     (tmp_path / "my.txt").unlink()
     (folder,) = (path for path in (tmp_path / "data/tokens").iterdir() if path.is_dir())
     settings = [f"data.{split}_bin={folder}/{split}.bin" for split in ("train", "val")]
     assert call("train.py", *settings, "hydra.run.dir=run", "max_steps=1").returncode == 0
-    summary, meta = (
-        json.loads((path).read_text(encoding="utf-8"))
-        for path in (tmp_path / "run/summary.json", folder / "meta.json")
-    )
-    assert (summary["tokenizer"], summary["corpus_sha256"]) == ("bpe", meta["sha256"])
+    summary = read_json(tmp_path / "run/summary.json")
+    assert summary["tokenizer"] == "bpe"
+    assert summary["corpus_sha256"] == read_json(folder / "meta.json")["sha256"]
 
 
 def test_training_finds_prepared_token_files(call, tmp_path):
-    (tmp_path / "my.jsonl").write_text(
-        "".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)),
-        encoding="utf-8",
-    )
-    settings = [
-        "data=text",
-        "data.path=my.jsonl",
-        "data.field=body",
-        "data.split=document",
-        "tokenizer=byte",
-    ]
+    documents = [json.dumps({"body": f"{i} is a line. " * 20}) for i in range(99)]
+    (tmp_path / "my.jsonl").write_text("\n".join(documents), encoding="utf-8")
+    settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document"]
+    settings += ["tokenizer=byte"]
     prepared = call("prepare.py", *settings)
     output = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())
     assert sum(int(output[split].split()[0]) for split in ("training", "validation")) == 99
     assert not (tmp_path / "runs").exists()
     (folder,) = (path for path in (tmp_path / "data" / "tokens").iterdir() if path.is_dir())
     made = folder.stat().st_mtime_ns
-    trained = call(
-        "train.py", *settings, "data.folder=data", "max_steps=1", "schedule.warmup_steps=0"
-    )
+    short = ["data.folder=data", "max_steps=1", "schedule.warmup_steps=0"]
+    trained = call("train.py", *settings, *short)
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
     (tmp_path / "one.jsonl").write_text('{"body": "a line", "text": "another"}')

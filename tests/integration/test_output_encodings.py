@@ -1,4 +1,4 @@
-"""Terminals and pipes that are not UTF-8, as on Windows and in containers; files are in UTF-8 all the same."""
+"""Terminals and pipes that are not UTF-8, as on Windows and in containers; files are in UTF-8."""
 
 import io
 import json
@@ -14,15 +14,10 @@ TEXT = "Où est l’été ? Где же лето? 😀\n" * 400
 
 
 def test_help_of_every_script_is_shown_in_ascii(tmp_path):
+    options = {"cwd": tmp_path, "env": {"PYTHONIOENCODING": "ascii"}}
+    files = SCRIPTS.glob("[!_]*.py")
     scripts = [
-        Script(
-            file.name,
-            "--help",
-            output=tmp_path / file.stem,
-            cwd=tmp_path,
-            env={"PYTHONIOENCODING": "ascii"},
-        )
-        for file in SCRIPTS.glob("[!_]*.py")
+        Script(file.name, "--help", output=tmp_path / file.stem, **options) for file in files
     ]
     assert len(scripts) > 5
     for script in scripts:
@@ -43,9 +38,8 @@ def test_a_sweep_into_a_terminal_of_ascii_writes_its_files_in_utf_8(launch, tmp_
     folder = tmp_path / "été"
     assert (folder / "sweep.png").stat().st_size > 0
     assert (folder / "sweep.md").read_text(encoding="utf-8").startswith("# été\n")
-    assert [run["folder"] for run in table(folder / "runs.csv")] == [
-        f"{folder}/seed={seed}" for seed in (1, 2)
-    ]
+    runs = [run["folder"] for run in table(folder / "runs.csv")]
+    assert runs == [f"{folder}/seed={seed}" for seed in (1, 2)]
     for seed in (1, 2):
         log = (folder / f"seed={seed}" / "log.txt").read_text(encoding="utf-8")
         assert f"run folder  été/seed={seed}\n" in log

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights, loaded from their folders: logits, loss and greedy text are equal."""
+"""Models of transformers, loaded from their folders: logits, loss and greedy text are equal."""
 
 import json
 from dataclasses import replace
@@ -19,12 +19,8 @@ from minigpt.utils.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL |= {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 72,
-    "head_dim": 8,
-}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SMALL |= {"max_position_embeddings": 72}
 NESTED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 NESTED |= {"original_max_position_embeddings": 32}
 LLAMA3 = {**NESTED, "rope_theta": 500.0}
@@ -65,27 +61,25 @@ def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path)
     ours = load_folder(tmp_path)
-    tokens = torch.randint(
-        0, ours.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1)
-    )
+    rng = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, ours.config.vocab_size, (3, 40), generator=rng)
     with torch.no_grad():
         expected = theirs(tokens, labels=tokens)
         assert_near(ours(tokens), expected.logits, terms=terms_of(ours.config))
         assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(
-        tokens[:1, :8], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    (sample,) = generate(ours, tokens[0, :8], max_new_tokens=64, temperature=0)
-    assert sample.tokens == text[0, 8:].tolist()
+    greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones(1, 40)  # a token that is also the padding is read
+    text = theirs.generate(tokens[:1], attention_mask=mask, max_new_tokens=32, **greedy)
+    (sample,) = generate(ours, tokens[0], max_new_tokens=32, temperature=0)
+    assert sample.tokens == text[0, 40:].tolist()
 
 
 def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file(tmp_path):
     other = random_model("Llama with one key-value head")
     other.save_pretrained(tmp_path, max_shard_size="10kB")
     random_model("Llama").bfloat16().save_pretrained(tmp_path / "new", max_shard_size="20kB")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "new", dtype=torch.float32
-    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(tmp_path / "new", dtype=torch.float32)
     for file in (tmp_path / "new").iterdir():
         file.replace(tmp_path / file.name)
     check_logits(tmp_path, theirs)
@@ -99,9 +93,8 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     check_logits(tmp_path, other)
     for file in [index, *tmp_path.glob("*.safetensors")]:
         file.rename(file.with_suffix(".bin"))
-    check_refused(
-        tmp_path, "index.json is missing; weights must be safetensors, because a .bin file can"
-    )
+    missing = "index.json is missing; weights must be safetensors, because a .bin file can"
+    check_refused(tmp_path, missing)
 
 
 def test_a_model_saved_without_its_head_is_read(tmp_path):
@@ -115,9 +108,8 @@ def test_a_model_saved_without_its_head_is_read(tmp_path):
 def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
     def sizes(values: dict[str, Any]) -> GPTConfig:
         config = config_to_ours(values)
-        return replace(
-            config, n_kv_head=config.n_kv_head or config.n_head, head_dim=config.head_width
-        )
+        n_kv_head = config.n_kv_head or config.n_head
+        return replace(config, n_kv_head=n_kv_head, head_dim=config.head_width)
 
     theirs = transformers.AutoConfig.for_model(model_type).to_dict()
     assert sizes({"model_type": model_type}) == sizes(theirs)
@@ -130,26 +122,16 @@ def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
 def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
     theirs = random_model("GPT2")
     theirs.save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"n_ctx": 24}), encoding="utf-8"
-    )
-    assert (
-        load_folder(tmp_path).config.block_size
-        == transformers.AutoConfig.from_pretrained(tmp_path).n_positions
-        == 72
-    )
+    change_config(tmp_path, {"n_ctx": 24})
+    assert transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
+    assert load_folder(tmp_path).config.block_size == 72
     check_logits(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place):
-    values = {
-        "model_type": "llama",
-        **SMALL,
-        "rope_theta": 500.0,
-        "original_max_position_embeddings": 32,
-    }
+    values = {"model_type": "llama", **SMALL, "rope_theta": 500.0}
+    values |= {"original_max_position_embeddings": 32}
     for everywhere in ({}, {"rope_parameters": LLAMA3, "rope_scaling": NESTED}):
         config = config_to_ours(values | {place: NESTED} | everywhere)
         assert (config.rope_base, config.rope_scaling) == (500, (4.0, 1.0, 4.0, 32))
@@ -190,14 +172,14 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
 )
 def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     random_model("Llama").save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(
-            {**json.loads(file.read_text(encoding="utf-8")), "rope_parameters": None, **values}
-        ),
-        encoding="utf-8",
-    )
+    change_config(tmp_path, {"rope_parameters": None, **values})
     check_refused(tmp_path, "cannot be loaded: ", message)
+
+
+def change_config(folder: Path, values: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | values
+    file.write_text(json.dumps(config), encoding="utf-8")
 
 
 def check_refused(folder: Path, *parts: str) -> None:

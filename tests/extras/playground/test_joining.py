@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,8 +27,15 @@ KINDS = (FastJoiningDecoder, GraphJoiningDecoder)  # on a CPU, steps are not rec
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-@kinds
-@pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
+def pairs() -> Iterator[Any]:
+    """Every architecture with each decoder; some of them are slow tests."""
+    for kind, (name, changes) in product(KINDS, EVERY.items()):
+        is_fast = kind is FastJoiningDecoder or name in ("qwen3", "modern", "long ngram")
+        marks = () if is_fast else pytest.mark.slow
+        yield pytest.param(changes, kind, id=f"{name}-{kind.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("changes", "kind"), pairs())
 def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_leave(
     changes: dict[str, Any], kind: type[FastJoiningDecoder]
 ):
@@ -64,7 +72,7 @@ def test_samples_of_any_architecture_join_and_leave(
 
 
 @architectures
-@pytest.mark.parametrize("block_size", [1, 7])
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(
     settings: dict[str, Any], block_size: int
 ):

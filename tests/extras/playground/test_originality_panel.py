@@ -44,7 +44,6 @@ def expected_figures(found: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
     browser: Any, train: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:

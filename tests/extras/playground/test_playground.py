@@ -284,7 +284,6 @@ def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(
     at_server: Reader,
 ) -> None:
@@ -305,7 +304,6 @@ def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: SimpleNamespace) -> None:
     loaded = reader.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert all(name.startswith((site.server, "data:")) for name in loaded)
