@@ -27,6 +27,7 @@ from minigpt.extras.playground.history import run_status
 from minigpt.runs.run_dir import lock_run_dir
 from minigpt.sampling.generation import score
 
+JSON = {"Content-Type": "application/json"}
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
 
@@ -48,9 +49,8 @@ def test_the_models_are_described(http: httpx.Client, tmp_path: Path, gpt2_folde
     tiny = http.get("/api/models/tiny").json()
     facts = tiny.pop("facts")
     assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
-    assert (
-        "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte" in facts
-    )
+    sizes = "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte"
+    assert sizes in facts
     assert http.get(f"/api/models/{gpt2_folder.name}").json()["block_size"] == 32
     other = make_run(tmp_path / "runs" / "7", n_head=4)
     with serving([other]) as server:
@@ -62,28 +62,21 @@ def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, mod
     tokens = post(http, "score", text=bytes(ids).decode()).json()["tokens"]
     assert [token["id"] for token in tokens] == ids
     assert "".join(token["text"] for token in tokens) == bytes(ids).decode()
-    assert {token["text"] for token in tokens if token["id"] > 127} == {
-        "",
-        "é",
-    }  # with the byte that completes it
+    # With the byte that completes it
+    assert {token["text"] for token in tokens if token["id"] > 127} == {"", "é"}
     assert (tokens[0]["logprob"], tokens[0]["top"]) == (None, [])
     rated = score(model, ids[1:], ids[:1], n_top=10)
-    assert [token["logprob"] for token in tokens[1:]] == pytest.approx(
-        rated.logprobs.tolist(), abs=1e-4
-    )
+    logprobs = [token["logprob"] for token in tokens[1:]]
+    assert logprobs == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
     assert [token["rank"] for token in tokens[1:]] == rated.ranks.tolist()
     for token, top in zip(tokens[1:], rated.top, strict=True):
-        named = [
-            (i, bytes([i]).decode(errors="replace"), pytest.approx(value, abs=1e-4))
-            for i, value in top
-        ]
-        assert [(other["id"], other["text"], other["logprob"]) for other in token["top"]] == named
+        for other, (i, value) in zip(token["top"], top, strict=True):
+            assert (other["id"], other["text"]) == (i, bytes([i]).decode(errors="replace"))
+            assert other["logprob"] == pytest.approx(value, abs=1e-4)
     assert post(http, "score", ids=ids).json()["tokens"] == tokens
     assert post(http, "score", text="").json() == {"tokens": []}
-    assert (
-        "".join(token["text"] for token in post(http, "score", ids=[97, 195]).json()["tokens"])
-        == "a\ufffd"
-    )
+    cut = post(http, "score", ids=[97, 195]).json()["tokens"]
+    assert "".join(token["text"] for token in cut) == "a\ufffd"
     assert len(post(http, "score", text=TEXT).json()["tokens"]) == len(TEXT.encode()) > 32
 
 
@@ -107,12 +100,15 @@ def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) 
 def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(
     http: httpx.Client, gpt2_folder: Path
 ) -> None:
-    lengths, seeds = set(), iter(range(40))
-    while not (lengths and min(lengths) < 30 == max(lengths)):
-        body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": next(seeds), "temperature": 3}
-        tokens = lines(post(http, "generate", **body))
+    lengths = set[int]()
+    body = {"model": gpt2_folder.name, "max_tokens": 30, "temperature": 3}
+    for seed in range(40):
+        tokens = lines(post(http, "generate", **body, seed=seed))
         assert 0 not in [token["id"] for token in tokens]
         lengths.add(len(tokens))
+        if min(lengths) < 30 == max(lengths):
+            return
+    raise AssertionError(lengths)
 
 
 def matrix(content: bytes) -> torch.Tensor:
@@ -127,9 +123,8 @@ def test_attention_is_that_of_the_last_block_of_tokens(http: httpx.Client, model
         response = post(http, "attention", ids=ids, layer=layer, head=1)
         assert response.headers["Content-Type"] == "application/octet-stream"
         torch.testing.assert_close(matrix(response.content), maps[layer, 1])
-        torch.testing.assert_close(
-            matrix(post(http, "attention", ids=ids, layer=layer).content), maps[layer].mean(dim=0)
-        )
+        mean = matrix(post(http, "attention", ids=ids, layer=layer).content)
+        torch.testing.assert_close(mean, maps[layer].mean(dim=0))
     assert matrix(post(http, "attention", ids=[7], layer=0, head=0).content).tolist() == [[1]]
 
 
@@ -146,34 +141,23 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
 
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
     with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
-        for path, kind in [
-            ("/", "text/html"),
-            ("/index.html", "text/html"),
-            ("/server.js", "javascript"),
-        ]:
+        kinds = {"/": "text/html", "/index.html": "text/html", "/server.js": "javascript"}
+        for path, kind in kinds.items():
             response = http.get(path)
             assert response.status_code == 200
             assert kind in response.headers["Content-Type"]
             assert response.headers["Cache-Control"] == "no-cache"
             policy = response.headers["Content-Security-Policy"]
-            assert policy.startswith(
-                "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'"
-            )
+            sources = "script-src 'self'; style-src 'self'; connect-src 'self'"
+            assert policy.startswith(f"default-src 'none'; {sources}")
             assert "frame-ancestors 'none'" in policy
-        for path in (
-            "/__init__.py",
-            "/../server.py",
-            "/%2e%2e/server.py",
-            "/page/index.html",
-            "/none.js",
-        ):
+        outside = ["/__init__.py", "/../server.py", "/%2e%2e/server.py", "/page/index.html"]
+        for path in [*outside, "/none.js"]:
             assert http.get(path).status_code == 404
+        key = {"Authorization": "Bearer secret"}
         for path in ("/v1/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
             assert http.get(path).status_code == 401
-            assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (
-                200,
-                404,
-            )
+            assert http.get(path, headers=key).status_code in (200, 404)
         assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
 
 
@@ -189,15 +173,14 @@ def test_every_request_is_logged_without_its_text_and_key(
         httpx.get(f"{server.url}/%0a%1b[31m")
     logged = capfd.readouterr().out.splitlines()
     expected = ("/v1/models 200", "/v1/models 401", "/v1/completions 200", "/%0A%1B%5B31m 404")
-    assert [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged] == list(
-        expected
-    )
+    found = [re.sub(r'.*"\w+ (\S+) HTTP/1.1" (\d+).*', r"\1 \2", line) for line in logged]
+    assert found == list(expected)
     assert "private" not in "".join(logged)
     assert "secret" not in "".join(logged)
 
 
 def add_snapshot(run: Path, step: int) -> GPT:
-    """Add the snapshot of a step, with other random weights than those of the run, and return its model."""
+    """Add the snapshot of a step with other random weights than the run's; return its model."""
     model = make_model(seed=step + 1, **BYTES)
     save_checkpoint(model, ByteTokenizer(), snapshot_path(run, step))
     return model
@@ -205,9 +188,8 @@ def add_snapshot(run: Path, step: int) -> GPT:
 
 def assert_scored_by(model: GPT, http: httpx.Client, name: str) -> None:
     ids = list(b"to be")
-    logprobs = [
-        token["logprob"] for token in post(http, "score", model=name, ids=ids).json()["tokens"][1:]
-    ]
+    scored = post(http, "score", model=name, ids=ids).json()["tokens"][1:]
+    logprobs = [token["logprob"] for token in scored]
     assert logprobs == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
 
 
@@ -258,7 +240,8 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
 
 def replace(file: Path, other: Path) -> None:
     """Replace a file by a copy of another one that has its time of modification."""
-    copied, times = Path(shutil.copy2(other, file.with_name("copied"))), file.stat()
+    copied = Path(shutil.copy2(other, file.with_name("copied")))
+    times = file.stat()
     os.utime(copied, ns=(times.st_atime_ns, times.st_mtime_ns))
     copied.replace(file)
 
@@ -266,19 +249,15 @@ def replace(file: Path, other: Path) -> None:
 def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
     train: Any, tmp_path: Path, text: Path
 ) -> None:
-    folder, copied = (
-        train("callbacks.snapshots.count=3", "max_steps=5").folder,
-        text.read_text(encoding="utf-8")[50:120],
-    )
+    folder = train("callbacks.snapshots.count=3", "max_steps=5").folder
+    copied = text.read_text(encoding="utf-8")[50:120]
     with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         found = post(http, "originality", model="run", text=f"zzz{copied}").json()
         assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(3, 73)]
         assert found["text"]["longest"] == 70
         assert found["validation"].keys() == {"new", "longest"}
         half = json.dumps({"model": "run", "text": f"\ud800{copied}"})  # of a character
-        found = http.post(
-            "/api/originality", content=half, headers={"Content-Type": "application/json"}
-        ).json()
+        found = http.post("/api/originality", content=half, headers=JSON).json()
         assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(1, 71)]
         measured = http.get("/api/learning/run").json()
         assert measured == json.loads(json.dumps(learning_curves(folder)))
@@ -290,10 +269,8 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         (tmp_path / "data").rename(tmp_path / "moved")
         for file in (*find_snapshots(folder).values(), folder / BEST):
             replace(file, file)
-        for answer in (
-            post(http, "originality", model="run", text="a"),
-            http.get("/api/learning/run"),
-        ):
+        compared = post(http, "originality", model="run", text="a")
+        for answer in (compared, http.get("/api/learning/run")):
             assert answer.status_code == 400
             assert "the token files of the run are not in" in answer.json()["error"]["message"]
 
@@ -301,8 +278,10 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
 def test_requests_share_the_index_that_is_built_and_leave_the_server_free(
     train: Any, monkeypatch: pytest.MonkeyPatch, text: Path
 ) -> None:
-    folder, sort = train("callbacks.snapshots=null", "max_steps=1").folder, originality.divsufsort
-    builds, finish = list[int](), threading.Event()
+    folder = train("callbacks.snapshots=null", "max_steps=1").folder
+    sort = originality.divsufsort
+    builds = list[int]()
+    finish = threading.Event()
 
     def slowly(content: bytes) -> Any:
         builds.append(len(content))
@@ -313,7 +292,7 @@ def test_requests_share_the_index_that_is_built_and_leave_the_server_free(
     originality._load.cache_clear()
     with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         assert http.get("/api/models/run").status_code == 200  # it is loaded
-        for length in range(40, 60):  # edits, of which each ends the request before
+        for length in range(50, 60):  # edits, of which each ends the request before
             edited = {"model": "run", "text": text.read_text(encoding="utf-8")[:length]}
             with suppress(httpx.ReadTimeout):
                 http.post("/api/originality", json=edited, timeout=0.02)
@@ -321,7 +300,6 @@ def test_requests_share_the_index_that_is_built_and_leave_the_server_free(
         assert post(http, "score", model="run", text="fox").status_code == 200
         finish.set()
         edited["text"] += "\ud800"  # half of a character, as a page can send it
-        headers = {"Content-Type": "application/json"}
-        found = http.post("/api/originality", content=json.dumps(edited), headers=headers).json()
+        found = http.post("/api/originality", content=json.dumps(edited), headers=JSON).json()
     assert found["text"]["longest"] == 59
     assert len(builds) == 1

@@ -39,9 +39,8 @@ def test_all_runs_are_served_until_ctrl_c(tmp_path: Path) -> None:
         assert server.wait_for(lambda: "is the page" in server.stderr), server.stderr
         serving, page = server.stderr.splitlines()
         assert serving == "serving mine"
-        assert [
-            model["id"] for model in httpx.get(f"{page.split()[0]}/v1/models").json()["data"]
-        ] == ["mine"]
+        (model,) = httpx.get(f"{page.split()[0]}/v1/models").json()["data"]
+        assert model["id"] == "mine"
         server.signal(signal.SIGINT)
         assert server.wait() == 130, server.stderr
         assert server.stderr.splitlines()[2:] == ["interrupted"]
@@ -58,20 +57,17 @@ def test_the_page_is_opened_with_the_key_or_a_line_says_that_there_is_no_browser
     asked: list[str] = []
     printed: list[str] = []
 
-    def run(sockets: list[socket.socket]) -> None:
-        wait_until(
-            lambda: printed.append(capfd.readouterr().err) or "found no browser" in "".join(printed)
-        )
+    def is_printed() -> bool:
+        printed.append(capfd.readouterr().err)
+        return "found no browser" in "".join(printed)
 
+    server = SimpleNamespace(run=lambda sockets: wait_until(is_printed))
     monkeypatch.setattr("webbrowser.open", asked.append)  # returns None: there is no browser
-    monkeypatch.setattr(
-        "minigpt.extras.playground.server.new_server",
-        lambda app, access_log: SimpleNamespace(run=run),
-    )
+    new_server = "minigpt.extras.playground.server.new_server"
+    monkeypatch.setattr(new_server, lambda app, access_log: server)
     serve("--quiet", "--open", "--api-key", "a%b#c", "--host", "0.0.0.0", "--port", "0")
-    (url,) = re.findall(
-        r"^found no browser; open (http://127\.0\.0\.1:\d+) in one$", "".join(printed), re.MULTILINE
-    )
+    line = r"^found no browser; open (http://127\.0\.0\.1:\d+) in one$"
+    (url,) = re.findall(line, "".join(printed), re.MULTILINE)
     assert asked == [f"{url}/#key=a%25b%23c"]
 
 
@@ -80,12 +76,12 @@ def test_a_taken_port_a_host_without_a_key_and_a_missing_extra_are_refused(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        expected = f"--host 127.0.0.1 --port {port} cannot be opened (address already in use); choose another --port"
+        reason = "cannot be opened (address already in use); choose another --port"
+        expected = f"--host 127.0.0.1 --port {port} {reason}"
         assert expected in one_line(serve("--port", port))
     for _ in range(2):
-        assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in one_line(
-            serve("--host", "0.0.0.0")
-        )
+        refused = one_line(serve("--host", "0.0.0.0"))
+        assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in refused
         monkeypatch.setenv("MINIGPT_API_KEY", "")  # counts as not set
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     needed = 'the server needs starlette and uvicorn; pip install -e ".[serve]" -c constraints.txt'
@@ -99,20 +95,20 @@ def test_models_have_the_names_of_their_run_folders_made_unique(
     with pytest.raises(UserError, match="no run with a checkpoint in"):
         find_models([])
     runs = tmp_path / "runs"
-    older, newer = make_run(runs / "older"), make_run(runs / "newer")
-    jobs = [make_run(runs / "sweeps" / sweep / job) for sweep in ("a", "b") for job in ("0", "1")]
+    older = make_run(runs / "older")
+    newer = make_run(runs / "newer")
+    jobs = [make_run(runs / "sweeps" / job) for job in ("a/0", "a/1", "b/0", "b/1")]
     (runs / "latest").symlink_to(newer)
     for i, run in enumerate([older, *jobs, newer]):
         os.utime(run / BEST, (time.time() + i,) * 2)
     assert list(find_models([])) == ["newer", "b/1", "b/0", "a/1", "a/0", "older"]
-    other, best = make_run(tmp_path / "other" / "newer"), newer / BEST
-    named = find_models([str(runs / "latest"), str(other), str(best), str(newer), str(gpt2_folder)])
-    assert {name: Path(source) for name, source in named.items()} == {
-        "newer": newer,
-        "other/newer": other,
-        "runs/newer": best,
-        gpt2_folder.name: gpt2_folder,
-    }
+    other = make_run(tmp_path / "other" / "newer")
+    best = newer / BEST
+    sources = [runs / "latest", other, best, newer, gpt2_folder]
+    named = find_models([str(source) for source in sources])
+    expected = {"newer": newer, "other/newer": other, "runs/newer": best}
+    expected[gpt2_folder.name] = gpt2_folder
+    assert {name: Path(source) for name, source in named.items()} == expected
     for name in ("sweep.json", "1/summary.json"):  # a sweep is its best run
         (runs / "sweeps/a" / name).write_text('{"best_val_bits_per_byte": 2.0}')
     assert find_models([str(runs / "sweeps/a")]) == {"a/1": str(jobs[1])}
