@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 Answer = tuple[int, bytes, dict[str, str]]
-API, FILES = "/api/datasets/me/plays", "/datasets/me/plays/resolve"
+API = "/api/datasets/me/plays"
+FILES = "/datasets/me/plays/resolve"
 
 
 class Hub:
@@ -33,13 +34,13 @@ class Hub:
 
     def answer(self, path: str, body: bytes) -> Answer:
         """Return status, content and headers."""
-        if not (
-            found := re.fullmatch(
-                rf"({API}|{FILES})(?:/(revision|tree|paths-info))?(?:/([^/]+))?(?:/(.+))?", path
-            )
-        ):
+        pattern = rf"({API}|{FILES})(?:/(revision|tree|paths-info))?(?:/([^/]+))?(?:/(.+))?"
+        found = re.fullmatch(pattern, path)
+        if not found:
             return self.error("RepoNotFound")
-        kind, revision, name = found[2], found[3] or "main", found[4] or ""
+        kind = found[2]
+        revision = found[3] or "main"
+        name = found[4] or ""
         sha = self.branches.get(revision, revision)
         if sha not in self.commits:
             return self.error("RevisionNotFound")
@@ -48,26 +49,17 @@ class Hub:
             return self.error("EntryNotFound", {"X-Repo-Commit": sha})
         if found[1] == FILES:
             content = files[name]
-            return (
-                200,
-                content,
-                {"X-Repo-Commit": sha, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'},
-            )
-        value: Any = {
-            "id": "me/plays",
-            "sha": sha,
-            "siblings": [{"rfilename": file} for file in files],
-        }
+            tag = hashlib.sha1(content).hexdigest()
+            return 200, content, {"X-Repo-Commit": sha, "ETag": f'"{tag}"'}
+        siblings = [{"rfilename": file} for file in files]
+        value: Any = {"id": "me/plays", "sha": sha, "siblings": siblings}
         if kind == "paths-info":
             value = self.listed(files, parse_qs(body.decode()).get("paths", []))
         elif kind == "tree":
             value = self.listed(files, [file for file in files if os.path.dirname(file) == name])
             folders = {os.path.dirname(file) for file in files} - {"", name}
-            value += [
-                {"type": "directory", "oid": "0" * 40, "path": folder}
-                for folder in folders
-                if not name
-            ]
+            directory = {"type": "directory", "oid": "0" * 40}
+            value += [{**directory, "path": folder} for folder in folders if not name]
         return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}
 
     def listed(self, files: dict[str, bytes], names: list[str]) -> list[dict[str, Any]]:
@@ -93,11 +85,12 @@ class Hub:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, content, headers = hub.answer(unquote(urlsplit(self.path).path), body)
                 size = len(content)
-                if status == 200 and (
-                    wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-                ):
-                    start, end = int(wanted[1]), min(int(wanted[2] or size), size - 1)
-                    content, status = content[start : end + 1], 206
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+                if status == 200 and wanted:
+                    start = int(wanted[1])
+                    end = min(int(wanted[2] or size), size - 1)
+                    content = content[start : end + 1]
+                    status = 206
                     headers["Content-Range"] = f"bytes {start}-{end}/{size}"
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(content))}.items():

@@ -1,4 +1,7 @@
-"""Scripts in processes that are forked from one with all imports done: they start in half a second instead of ten."""
+"""Scripts in processes that are forked from one with all imports done.
+
+They start in half a second instead of ten.
+"""
 
 import atexit
 import multiprocessing
@@ -67,16 +70,9 @@ class Script:
         self._process: Any = None
         if cold_start:
             with open(self.files[0], "ab") as out, open(self.files[1], "ab") as err:
-                options: Any = {
-                    "cwd": cwd,
-                    "env": env,
-                    "stdin": subprocess.DEVNULL,
-                    "stdout": out,
-                    "stderr": err,
-                }
-                self._popen = subprocess.Popen(
-                    [sys.executable, *command], start_new_session=True, **options
-                )
+                streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+                options: Any = {"cwd": cwd, "env": env, "start_new_session": True, **streams}
+                self._popen = subprocess.Popen([sys.executable, *command], **options)
             self.pid = self._popen.pid
         else:
             options = (command, self.files, cwd or Path.cwd(), env, prepare)
@@ -96,9 +92,8 @@ class Script:
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(
-                    f"the process did not exit within {seconds:g} s; stderr: {self.stderr}"
-                )
+                late = f"the process did not exit within {seconds:g} s"
+                raise AssertionError(f"{late}; stderr: {self.stderr}")
             time.sleep(0.01)
         return code
 
@@ -126,19 +121,14 @@ class Script:
 
     @property
     def stdout(self) -> str:
-        return (
-            self.files[0].read_text(self.encoding, errors="replace")
-            if self.files[0].exists()
-            else ""
-        )
+        return self._read(self.files[0])
 
     @property
     def stderr(self) -> str:
-        return (
-            self.files[1].read_text(self.encoding, errors="replace")
-            if self.files[1].exists()
-            else ""
-        )
+        return self._read(self.files[1])
+
+    def _read(self, file: Path) -> str:
+        return file.read_text(self.encoding, errors="replace") if file.exists() else ""
 
 
 def close_output() -> None:
@@ -182,7 +172,7 @@ def _run_forked(
     env: dict[str, str],
     prepare: Callable[[], None] | None,
 ) -> None:
-    """Run a script in a forked process, with the session, streams and arguments that a shell would set up."""
+    """Run a script in a forked process, with session, streams and arguments as from a shell."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
@@ -202,6 +192,7 @@ def _run_forked(
     sys.stderr = os.fdopen(2, "w", 1, encoding, "backslashreplace", closefd=False)
     try:
         runpy.run_path(command[0], run_name="__main__")
-    finally:  # as at the exit of an interpreter; a forked process would join its children first, and leave out the rest
+    # As an interpreter exits: a forked process would join its children, and leave out the rest
+    finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -27,7 +27,8 @@ BYTES: dict[str, Any] = {"std": 0.3, "vocab_size": 256, "block_size": 32}
 class SmallEngine(Engine):
     """Take at most three requests at once."""
 
-    max_running, max_waiting = 2, 1
+    max_running = 2
+    max_waiting = 1
     last: "SmallEngine"
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:

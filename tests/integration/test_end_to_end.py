@@ -1,4 +1,4 @@
-"""The scripts together, and in new processes: train, prepare, sample, signals, and errors before any import."""
+"""The scripts together: train, prepare, sample, signals, and errors before any import."""
 
 import json
 import re

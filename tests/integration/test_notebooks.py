@@ -22,7 +22,8 @@ THREE_HEADS = [
 
 def test_000_self_attention_with_and_without_a_mask():
     assert_printed(full_width_heads(3)(TOKENS)[0], THREE_HEADS)
-    plain, causal = full_width_heads(1), full_width_heads(1, causal=True)
+    plain = full_width_heads(1)
+    causal = full_width_heads(1, causal=True)
     weights = [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]]
     assert_printed(plain.attention_weights(TOKENS)[0, 0], weights)
     masked = [[1, 0, 0], [0.3606, 0.6394, 0], weights[2]]
@@ -35,10 +36,10 @@ def test_000_self_attention_with_and_without_a_mask():
 def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention:
     """Return concatenated heads as wide as the tokens, with notebook 000's weights."""
     torch.manual_seed(42)
-    drawn = [[nn.Linear(2, 2, bias=False).weight for _ in "qkv"] for _ in range(n_head)]
+    drawn = [nn.Linear(2, 2, bias=False).weight for _ in range(3 * n_head)]
     attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal)
     attention.out = nn.Identity()
-    attention.qkv.weight.data = torch.cat([head[i] for i in range(3) for head in drawn]).detach()
+    attention.qkv.weight.data = torch.cat(drawn[::3] + drawn[1::3] + drawn[2::3]).detach()
     return attention
 
 

@@ -1,4 +1,4 @@
-"""Every command and code block of the README and of the pages in docs/ runs, with few training steps."""
+"""Every command and code block of the README and of the pages runs, with few training steps."""
 
 import re
 import shlex
@@ -93,12 +93,12 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         process = Script(
             script.removeprefix("scripts/"), *arguments, output=documents / "process", cwd=documents
         )
-        code, out, err = process.wait(), process.stdout, process.stderr
+        code = process.wait()
     else:
-        done = call(script.removeprefix("scripts/"), *arguments, small=False)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    assert code == 0, err
-    assert out.strip()
+        process = call(script.removeprefix("scripts/"), *arguments, small=False)
+        code = process.returncode
+    assert code == 0, process.stderr
+    assert process.stdout.strip()
 
 
 def write_own_parts():
@@ -130,7 +130,8 @@ def test_every_make_target_exists():
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
-RECIPE, SWEEP = "experiment=fast_cpu", "+sweep=heads_by_width"
+RECIPE = "experiment=fast_cpu"
+SWEEP = "+sweep=heads_by_width"
 # What `make train` and `make sweep` put before their ARGS: overrides are on top of the recipe,
 # unless they have a model or a recipe of their own.
 ADDED = {

@@ -20,7 +20,10 @@ UV = f"""#!/bin/sh
 """
 SUDO = 'sudo --preserve-env=CI env "PATH=$PATH" '  # of the workflow
 PYTHON_WITH_PIP = '#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> pip.txt\n'
-PYENV = f'#!/bin/sh\n[ ! -e .python-version ] || {{ echo "not installed" >&2; exit 1; }}\nexec {sys.executable} "$@"\n'
+PYENV = f"""#!/bin/sh
+[ ! -e .python-version ] || {{ echo "not installed" >&2; exit 1; }}
+exec {sys.executable} "$@"
+"""
 
 
 def write_script(file: Path, text: str) -> None:

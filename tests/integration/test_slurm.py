@@ -186,7 +186,8 @@ srun {train} resume=auto hydra.run.dir={folder}
 def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(
     cluster, small, tmp_path
 ):
-    folder, file = tmp_path / "run", tmp_path / "job.sh"
+    folder = tmp_path / "run"
+    file = tmp_path / "job.sh"
     ranks = [*small, *HELD[:2], "trainer=ddp", "trainer.accelerator=cpu"]
     file.write_text(
         JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder),
@@ -198,7 +199,8 @@ def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_unint
     wait_until(lambda: (folder / "metrics.csv").exists())
     finish(cluster("scancel", "--signal=USR1", job))
     wait_until(lambda: not finish(cluster("squeue", "-h", "-j", job)).strip())
-    log, summary = Path(f"{folder}.log").read_text(encoding="utf-8"), read_summary(folder)
+    log = Path(f"{folder}.log").read_text(encoding="utf-8")
+    summary = read_summary(folder)
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 20, 2), log
     assert log.count("interrupted by SIGUSR1") == 1
     train_on_ranks([[*ranks, "trainer.devices=2", f"hydra.run.dir={tmp_path}/uninterrupted"]])

@@ -1,9 +1,10 @@
-"""The notebook docs/minigpt.ipynb: all of its cells run in a kernel, with few training steps, and `train` in one."""
+"""The notebook docs/minigpt.ipynb and `train` in a kernel, with few training steps."""
 
 import os
 import string
 from base64 import b64decode
 from io import BytesIO
+from itertools import chain
 from types import SimpleNamespace
 
 import nbformat
@@ -14,7 +15,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 from small_runs import ROOT, table
 
 NOTEBOOK = ROOT / "docs/minigpt.ipynb"
-SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 callbacks.originality=null trainer=cpu"
+SHORT = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 "
+SHORT += "callbacks.originality=null trainer=cpu"
 PARAMETERS = f"""
 import matplotlib
 TRAIN = "data.path=all.txt max_steps=20 eval_every=10 model.n_embd=16 {SHORT}".split()
@@ -67,7 +69,7 @@ def printed(cell):
 def test_the_notebook_is_short_and_stores_no_output_but_pictures_that_are_small():
     cells = read().cells
     assert len(cells) <= 40
-    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = list(chain.from_iterable(cell.get("outputs", []) for cell in cells))
     assert len(outputs) == 3
     assert all({*output.data} == {"image/png"} for output in outputs)
     assert all(cell.get("execution_count") is None for cell in cells)
@@ -95,7 +97,7 @@ def trainings(tmp_path_factory):
 
 
 def execute(notebook, folder):
-    """Run a notebook in a folder with a text; return the folder, the cells, and a function that finds one of them."""
+    """Run a notebook in a folder with a text; return both, and a function that finds a cell."""
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     NotebookClient(
@@ -144,10 +146,11 @@ def test_a_training_shows_the_curves_of_its_end_once_and_a_bar_that_reaches_it(t
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_a_checkpoint_prints_the_call_that_resumes_and_leaves_the_kernel_as_it_was(
+def test_an_interrupt_saves_a_checkpoint_prints_how_to_resume_and_leaves_the_kernel_alone(
     trainings,
 ):
-    cell, after = trainings.find(INTERRUPTED), trainings.find(AFTER)
+    cell = trainings.find(INTERRUPTED)
+    after = trainings.find(AFTER)
     (error,) = [output for output in cell.outputs if output.output_type == "error"]
     assert error.traceback == ["interrupted by SIGINT"]
     assert (trainings.folder / "stopped/checkpoints/last.safetensors").exists()

@@ -1,6 +1,7 @@
-"""The command `minigpt` from a wheel: train, sample, sweep and export in a folder without a clone."""
+"""The command `minigpt` from a wheel: train, sample, sweep, export in a folder without a clone."""
 
 import os
+import re
 import shlex
 import string
 import subprocess
@@ -33,13 +34,11 @@ def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None
 
 @pytest.fixture
 def built(once: Callable[..., Path]) -> Path:
-    """A folder with the wheel, and a virtual environment with it and the dependencies of this one."""
+    """A folder with the wheel, and a virtual environment with it and the dependencies here."""
 
     def build(folder: Path) -> None:
-        source, venv = (
-            folder / "source",
-            folder / "venv",
-        )  # a copy of the clone, in which builds leave their files
+        source = folder / "source"  # a copy of the clone, in which builds leave their files
+        venv = folder / "venv"
         for name in filter(None, output("git", "ls-files", "-z").split("\0")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -48,9 +47,8 @@ def built(once: Callable[..., Path]) -> Path:
         output(sys.executable, "-m", "venv", "--without-pip", venv)
         (packages,) = venv.glob("lib/python*/site-packages")
         # The .pth files in that folder, as of an editable install of the clone, have no effect.
-        (packages / "dependencies.pth").write_text(
-            str(Path(pytest.__file__).parents[1]), encoding="utf-8"
-        )
+        installed = str(Path(pytest.__file__).parents[1])
+        (packages / "dependencies.pth").write_text(installed, encoding="utf-8")
         output(*pip, venv / "bin/python", "install", "--no-deps", *folder.glob("*.whl"))
 
     return once("wheel", build)
@@ -58,14 +56,8 @@ def built(once: Callable[..., Path]) -> Path:
 
 def test_a_wheel_holds_every_module_config_and_script(built):
     names = output("git", "ls-files", "minigpt", "hydra_plugins", "configs", "scripts/*.py").split()
-    names = [
-        name
-        for name in names
-        if not name.startswith("scripts/bench/") and not name.endswith("README.md")
-    ]
-    inside = {
-        f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names
-    }
+    names = [name for name in names if not re.search("^scripts/bench/|README.md$", name)]
+    inside = {re.sub("^(configs|scripts)/", r"minigpt/\1/", name) for name in names}
     (wheel,) = built.glob("*.whl")
     assert {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name} == inside
     assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
@@ -92,17 +84,12 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     assert again.startswith("minigpt sample runs/")
     for command in (sample, again):
         assert shell(command, "--max-new-tokens", "5")
-    assert "folder           data/tokens/my.txt-" in shell(
-        "minigpt prepare data=text data.path=my.txt tokenizer=byte"
-    )
+    prepared = shell("minigpt prepare data=text data.path=my.txt tokenizer=byte")
+    assert "folder           data/tokens/my.txt-" in prepared
     assert "MiniGPTForCausalLM" in shell("minigpt export --to huggingface --out runs/exported")
-    assert "class GPT(" in (tmp_path / "runs/exported/modeling_minigpt.py").read_text(
-        encoding="utf-8"
-    )
-    shell(
-        "minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic",
-        *SHORT,
-        "data.path=my.txt",
-    )
+    code = (tmp_path / "runs/exported/modeling_minigpt.py").read_text(encoding="utf-8")
+    assert "class GPT(" in code
+    sweep = "minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic"
+    shell(sweep, *SHORT, "data.path=my.txt")
     assert shell("minigpt sweep-report").count("completed") == 2
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()

@@ -1,4 +1,4 @@
-"""Runs, sweeps and scripts under an imitation of Windows: tests/windows/sitecustomize.py says what it imitates."""
+"""Runs, sweeps and scripts under the imitation of Windows of tests/windows/sitecustomize.py."""
 
 import os
 import re
@@ -50,14 +50,10 @@ def start(
     started = []
 
     def run(script: str, *arguments: str) -> Script:
-        arguments = (
-            (*small_run(text, Path("data"), *arguments),) if script == "train.py" else arguments
-        )
-        started.append(
-            Script(
-                script, *arguments, output=on_windows.parent / f"out{len(started)}", cwd=on_windows
-            )
-        )
+        if script == "train.py":
+            arguments = (*small_run(text, Path("data"), *arguments),)
+        output = on_windows.parent / f"out{len(started)}"
+        started.append(Script(script, *arguments, output=output, cwd=on_windows))
         return started[-1]
 
     yield run
@@ -91,9 +87,8 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
     assert "step 10/" not in resumed.stderr
     assert (read_summary(run)["status"], read_summary(run)["steps"]) == ("completed", steps + 10)
     for named in ([], ["runs/latest"]):
-        sampled = run_to_end(
-            start("sample.py", *named, "--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1")
-        )
+        options = ("--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1")
+        sampled = run_to_end(start("sample.py", *named, *options))
         assert sampled.stdout.startswith("7: ")
 
     # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its
@@ -107,10 +102,8 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
     run_to_end(stopped, 128 + SIGBREAK)
     (sweep,) = (each for each in (on_windows / "runs/sweeps").iterdir() if each.is_dir())
     ends = [read_summary(sweep / f"seed={seed}") for seed in (1, 2)]
-    assert [(end["status"], end["steps"]) for end in ends] == [
-        ("completed", 20),
-        ("interrupted", 12),
-    ]
+    found = [(end["status"], end["steps"]) for end in ends]
+    assert found == [("completed", 20), ("interrupted", 12)]
     (on_windows / "runs/sweeps/hold").unlink()
     swept += ["hydra/launcher=basic", "hydra.sweep.dir=runs/sweeps/latest", "resume=auto"]
     assert "completed" in run_to_end(start("train.py", *swept)).stdout
@@ -121,20 +114,15 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
     assert "8 steps from step 12 at" in log
     (sweep / "sweep.csv").unlink()
     run_to_end(start("sweep_report.py"))
-    assert [(row["seeds"], row["status"]) for row in table(sweep / "sweep.csv")] == [
-        ("2", "completed")
-    ]
+    (row,) = table(sweep / "sweep.csv")
+    assert (row["seeds"], row["status"]) == ("2", "completed")
 
     # A run that is refused while its lock is held, exports, and the server.
     refused = run_to_end(start("train.py", "data.path=missing.txt"), 2)
-    assert one_line(SimpleNamespace(returncode=2, **vars(refused))).startswith(
-        "error: data.path=missing.txt does not"
-    )
-    left = [
-        file.name
-        for file in (on_windows / "runs").glob("*/*")
-        if not {run, sweep.parent} & {*file.parents}
-    ]
+    line = one_line(SimpleNamespace(returncode=2, **vars(refused)))
+    assert line.startswith("error: data.path=missing.txt does not")
+    files = (on_windows / "runs").glob("*/*")
+    left = [file.name for file in files if not {run, sweep.parent} & {*file.parents}]
     assert left == [".lock"]  # which filelock removes on Windows
     run_to_end(start("export.py", str(run), "--to", "html", "--out", "page.html"))
     run_to_end(start("export.py", str(sweep), "--to", "huggingface", "--out", "hf"))
@@ -154,14 +142,8 @@ def test_printed_commands_are_quoted_for_cmd_and_powershell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.platform", "win32")
-    plain = [
-        r".venv\Scripts\python.exe",
-        "scripts/train.py",
-        r"data.path=C:\a\b.txt",
-        "max_steps=5",
-        "--seed",
-        "-1.5e-3",
-    ]
+    plain = [r".venv\Scripts\python.exe", "scripts/train.py", r"data.path=C:\a\b.txt"]
+    plain += ["max_steps=5", "--seed", "-1.5e-3"]
     assert shell_join(*plain) == " ".join(plain)
     # A comma makes an array in PowerShell, and & ends a command in cmd.
     for word in ("seed=1,2", r"hydra.run.dir='runs\a b'", "a&b", "", "(x)", "a;b"):
@@ -171,13 +153,8 @@ def test_printed_commands_are_quoted_for_cmd_and_powershell(
 
 def test_paths_of_windows_are_overrides_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = OverridesParser.create().parse_override
-    for path in (
-        r"C:\Users\x y\runs",
-        r"runs\2026",
-        "C:\\a\\",
-        r"D:\it's\$x",
-        r"\\server\share\a,b",
-    ):
+    paths = [r"C:\Users\x y\runs", r"runs\2026", "C:\\a\\", r"D:\it's\$x"]
+    for path in [*paths, r"\\server\share\a,b"]:
         assert parse(f"hydra.run.dir={quote_path(path)}").value() == path
         assert parse(f"hydra.run.dir={quote_override(path)}").value() == path
         assert parse(literal(f"data.path={path}", sweeps=False)).value() == path
@@ -188,9 +165,8 @@ def test_paths_of_windows_are_overrides_of_hydra(monkeypatch: pytest.MonkeyPatch
 
 def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path) -> None:
     assert follow_latest(f"{tmp_path}/latest") == f"{tmp_path}/latest"
-    for age, file in enumerate(
-        ("new/.hydra/overrides.yaml", "swept/sweep.json", "old/.hydra/overrides.yaml")
-    ):
+    files = ("new/.hydra/overrides.yaml", "swept/sweep.json", "old/.hydra/overrides.yaml")
+    for age, file in enumerate(files):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
         os.utime(tmp_path / file, (1e9 - age,) * 2)
@@ -205,9 +181,8 @@ def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path
     # Which is no job of the sweep
     assert follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"
     (tmp_path / "latest").symlink_to("removed")
-    with pytest.raises(
-        UserError, match="latest does not exist; give a run folder or a checkpoint file"
-    ):
+    missing = "latest does not exist; give a run folder or a checkpoint file"
+    with pytest.raises(UserError, match=missing):
         find_checkpoint(tmp_path / "latest")
 
 
@@ -242,7 +217,8 @@ for command in {[*FORBIDDEN]}:
     kept = None
 import minigpt.utils.signals as ours
 assert hasattr(signal, "SIGUSR1") and sys.platform == "linux"
-assert not hasattr(ours.signal, "SIGUSR1") and not hasattr(ours.os, "EX_TEMPFAIL") and ours.signal.SIGBREAK
+assert not hasattr(ours.signal, "SIGUSR1") and not hasattr(ours.os, "EX_TEMPFAIL")
+assert ours.signal.SIGBREAK
 exec("from os import getpgid", vars(ours))
 """
     command = [sys.executable, "-c", program]

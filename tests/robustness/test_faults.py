@@ -1,4 +1,4 @@
-"""One trial of the faults that are quick to inject; `make faults` runs many trials of all faults."""
+"""One trial of the faults that are quick to inject; `make faults` runs many trials of all."""
 
 import json
 import shutil

@@ -69,7 +69,7 @@ def names(body: Iterable[ast.stmt], platform: str) -> set[str]:
 
 
 def view(real: ModuleType) -> ModuleType:
-    """Return a module of the standard library as minigpt sees it; raise ImportError if Windows does not have it."""
+    """Return a module of the standard library as minigpt sees it; ImportError without it."""
     name = real.__name__
     if name not in _views:
         stubs = Path(find_spec("mypy").submodule_search_locations[0], "typeshed/stdlib")
@@ -77,7 +77,8 @@ def view(real: ModuleType) -> ModuleType:
             file for file in (stubs / f"{name}.pyi", stubs / name / "__init__.pyi") if file.exists()
         ]
         body = ast.parse(files[0].read_text(encoding="utf-8")).body if files else []
-        here, there = names(body, "linux"), names(body, "win32")
+        here = names(body, "linux")
+        there = names(body, "win32")
         if here and not there:
             raise ModuleNotFoundError(f"No module named {name!r} on Windows")
         _views[name] = View(real, here - there) if here - there or name in ADDED else real
@@ -116,7 +117,7 @@ def in_use(path: str, *, by_maps_alone: bool = False) -> bool:
 
 
 def full(path: Any, folder: int = -1) -> str:
-    """Return an absolute path, which may be relative to an open folder; the file itself may be a link."""
+    """Return an absolute path of one that may be relative to an open folder; it may be a link."""
     base = os.getcwd() if folder == -1 else os.readlink(f"/proc/self/fd/{folder}")
     head, tail = os.path.split(os.path.join(base, os.fsdecode(path)))
     return os.path.join(os.path.realpath(head), tail)

@@ -261,7 +261,8 @@ def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, 
 def test_the_modeling_file_needs_no_minigpt(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "minigpt"]:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
-    monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
+    module = ModuleType("modeling")
+    monkeypatch.setitem(sys.modules, "modeling", module)
     exec(modeling_code(), module.__dict__)
     assert issubclass(module.MiniGPTForCausalLM, transformers.PreTrainedModel)
 

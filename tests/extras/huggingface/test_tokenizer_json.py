@@ -182,7 +182,7 @@ def sentencepiece():  # of the shape of Llama 2, with a space before the text
 
 @cache
 def content_of(name):
-    """Return a tokenizer.json; "words" is of GPT-2's shape, with tokens of line breaks and words."""
+    """Return a tokenizer.json; "words" is of GPT-2's shape, with words after line breaks."""
     if name == "llama2":
         content = json.loads(sentencepiece().to_str())
         content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes

@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from itertools import count
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,10 @@ from minigpt.sampling.generation import generate, score
 from minigpt.sampling.settings import SamplingSettings
 from minigpt.utils.errors import RunError, UserError
 
+QK_NORM = {"qk_norm": True, "qk_norm_weights": True}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "qwen3": {
-        "position": "rope",
-        "qk_norm": True,
-        "qk_norm_weights": True,
-        "n_kv_head": 2,
-        "activation": "swiglu",
-    },
+    "qwen3": {"position": "rope", "n_kv_head": 2, "activation": "swiglu", **QK_NORM},
     "multi-query": {"position": "none", "n_kv_head": 1, "head_dim": 10, "norm_position": "post"},
     "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
 }
@@ -44,6 +39,7 @@ SETTINGS = [
     {"repetition_penalty": 1.3},
     {"temperature": 0, "repetition_penalty": 1.5},
 ]
+PER_SLOT = 4 * 2 * 2 * 32  # bytes of keys and values of 2 layers
 ENDLESS = SampleRequest([1, 2, 3], 10**9)
 
 
@@ -83,22 +79,16 @@ async def collect_all(engine: Engine, requests: list[SampleRequest]) -> list[lis
 
 
 def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -> None:
-    options = {
-        "stop": request.stop,
-        "tokenizer": Letters(),
-        "seed": request.seed,
-        **vars(request.sampling),
-    }
-    (sample,) = generate(
-        model, request.prompt, max_new_tokens=request.max_new_tokens, logprobs=True, **options
-    )
+    options = {"max_new_tokens": request.max_new_tokens, "stop": request.stop}
+    options |= {"tokenizer": Letters(), "seed": request.seed, **vars(request.sampling)}
+    (sample,) = generate(model, request.prompt, logprobs=True, **options)
     assert [token.id for token in found] == sample.tokens
     assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
     if request.n_top is None:
         assert all(token.logprob is None and token.top == [] for token in found)
         return
-    logprobs, terms = torch.tensor([token.logprob for token in found]), terms_of(model.config)
-    assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms)
+    logprobs = torch.tensor([token.logprob for token in found])
+    assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms_of(model.config))
     # Else the windows of `score` are others
     if len(request.prompt) + len(found) <= model.config.block_size:
         rated = score(model, sample.tokens, request.prompt, n_top=request.n_top)
@@ -108,10 +98,18 @@ def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -
             assert [x for _, x in token.top] == pytest.approx([x for _, x in top], abs=1e-4)
 
 
+def assert_all_as_generate(
+    model: GPT, requests: list[SampleRequest], found: list[list[Token]]
+) -> None:
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+
+
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The requests and the bytes of the cache at each step."""
-    step, sizes = FastDecoder.step, []
+    step = FastDecoder.step
+    sizes = []
 
     def measure(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
         logits = step(decoder, tokens)
@@ -124,7 +122,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_requests_that_join_at_different_times_get_the_tokens_of_generate(changes: dict[str, Any]):
-    model, rng = make(**changes, vocab_size=12), torch.Generator().manual_seed(0)
+    model = make(**changes, vocab_size=12)
+    rng = torch.Generator().manual_seed(0)
     requests = [
         SampleRequest(
             prompt=torch.randint(12, (n,), generator=rng).tolist(),
@@ -143,21 +142,18 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
         rest, others = await asyncio.gather(collect(first), collect_all(engine, requests[1:]))
         return [start + rest, *others]
 
-    for request, found in zip(requests, serve(model, both, max_running=4), strict=True):
-        assert_as_generate(model, request, found)
+    assert_all_as_generate(model, requests, serve(model, both, max_running=4))
 
 
 def test_ids_without_a_token_are_never_drawn():
     model = make(vocab_size=40)
     requests = [
         SampleRequest([3], 30, SamplingSettings(**each), seed=i)
-        for each in SETTINGS
-        for i in range(3)
+        for each, i in product(SETTINGS, range(3))
     ]
     found = serve(model, lambda engine: collect_all(engine, requests))
-    assert {token.id for tokens in found for token in tokens} <= Letters.token_bytes.keys()
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert {token.id for token in chain(*found)} <= Letters.token_bytes.keys()
+    assert_all_as_generate(model, requests, found)
 
 
 def test_closing_a_stream_frees_its_row():
@@ -170,9 +166,8 @@ def test_closing_a_stream_frees_its_row():
             assert await collect(stream) == []
         return await collect(engine.generate(SampleRequest([5], 4)))
 
-    assert_as_generate(
-        make(), SampleRequest([5], 4), serve(make(), one_after_another, max_running=1)
-    )
+    found = serve(make(), one_after_another, max_running=1)
+    assert_as_generate(make(), SampleRequest([5], 4), found)
 
 
 def test_too_many_requests_raise_at_once_until_one_ends():
@@ -191,52 +186,45 @@ def test_too_many_requests_raise_at_once_until_one_ends():
 
 
 def test_the_cache_grows_with_the_texts_and_not_with_the_context(sizes: list[tuple[int, int]]):
-    model, per_slot = (
-        make(position="rope", block_size=8192),
-        4 * 2 * 2 * 32,
-    )  # keys and values of 2 layers
+    model = make(position="rope", block_size=8192)
     short = [SampleRequest([1, 2, 3], 2, seed=i) for i in range(4)]
     serve(model, lambda engine: collect(engine.generate(*short)))
-    assert max(nbytes for _, nbytes in sizes) <= 4 * 2 * 5 * per_slot
+    assert max(nbytes for _, nbytes in sizes) <= 4 * 2 * 5 * PER_SLOT
     long = [SampleRequest([1, 2, 3], 40), SampleRequest([5] * 30, 4)]
     sizes.clear()
     serve(model, lambda engine: collect(engine.generate(*long)))
-    assert max(nbytes for _, nbytes in sizes) <= 2 * 2 * 43 * per_slot
+    assert max(nbytes for _, nbytes in sizes) <= 2 * 2 * 43 * PER_SLOT
+
+
+async def ask_for_ten(engine: Engine) -> list[Token]:
+    return await collect(engine.generate(SampleRequest([1], 10)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "rope", "smear": 1, "ngram": 2}], ids=str)
 def test_requests_wait_until_their_cache_fits(
     changes: dict[str, Any], sizes: list[tuple[int, int]]
 ):
-    model, per_slot = make(**changes, vocab_size=12), 4 * 2 * 2 * 32
-    limit = 2 * 2 * 16 * per_slot  # two samples of a whole window, or five of six tokens
+    model = make(**changes, vocab_size=12)
+    limit = 2 * 2 * 16 * PER_SLOT  # two samples of a whole window, or five of six tokens
     requests = [SampleRequest([1, 2, 3], 3, seed=i) for i in range(9)]
     requests += [SampleRequest([4, 2], 30 * (i % 2) + 5, seed=i) for i in range(5)]
     requests += [SampleRequest([7] * (3 * i + 1), 40, seed=i) for i in range(6)]
     found = serve(model, lambda engine: collect_all(engine, requests), max_cache_bytes=limit)
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert_all_as_generate(model, requests, found)
     assert max(nbytes for _, nbytes in sizes) <= limit
     assert max(rows for rows, _ in sizes) == 5
-    with pytest.raises(
-        UserError,
-        match=r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens",
-    ):
-        serve(
-            model,
-            lambda engine: collect(engine.generate(SampleRequest([1], 10))),
-            max_cache_bytes=10 * per_slot,
-        )
+    too_large = r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens"
+    with pytest.raises(UserError, match=too_large):
+        serve(model, ask_for_ten, max_cache_bytes=10 * PER_SLOT)
 
 
 def test_a_long_request_waits_though_shorter_ones_of_its_prompt_join():
-    model, per_slot = make(), 4 * 2 * 2 * 32
+    model = make()
     lengths = (3, 3, 13, 3)
     requests = [SampleRequest([1 + i // 3], n, seed=i) for i, n in enumerate(lengths)]
-    limit = 2 * 2 * 14 * per_slot  # two samples as long as the third request
+    limit = 2 * 2 * 14 * PER_SLOT  # two samples as long as the third request
     found = serve(model, lambda engine: collect_all(engine, requests), max_cache_bytes=limit)
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert_all_as_generate(model, requests, found)
 
 
 def test_the_cache_may_take_a_quarter_of_the_memory():
@@ -255,12 +243,10 @@ def test_nan_logits_end_their_request_alone():
         other = engine.generate(request)
         start = [await anext(other)]
         for temperature, n_top in ((1, 0), (1, None), (0, 0), (0, None)):
+            sampling = SamplingSettings(temperature)
+            nan = SampleRequest([1, 22], 5, sampling, n_top=n_top)
             with pytest.raises(RunError, match="NaN"):
-                await collect(
-                    engine.generate(
-                        SampleRequest([1, 22], 5, SamplingSettings(temperature), n_top=n_top)
-                    )
-                )
+                await collect(engine.generate(nan))
         with pytest.raises(RunError, match="NaN"):
             await engine.score([1, 22, 3])
         return start + await collect(other)
@@ -268,21 +254,9 @@ def test_nan_logits_end_their_request_alone():
     assert_as_generate(model, request, serve(model, ask))
 
 
-def fail_if(is_culprit: Callable[..., bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if is_culprit(*args, **kwargs):
-            raise RuntimeError("of the culprit")
-        return function(*args, **kwargs)
-
-    return patched
-
-
-ENGINE, FAST = (
-    "minigpt.extras.playground.engine.",
-    "minigpt.sampling.fast.fast_decoder.FastDecoder.",
-)
-# What raises, when, and the request for which it does. Token 23 is in no other, because it is never
-# drawn.
+ENGINE = "minigpt.extras.playground.engine."
+FAST = "minigpt.sampling.fast.fast_decoder.FastDecoder."
+# What raises, when, and the request for which it does. Only that has token 23, never drawn.
 FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
     "hook": ("", lambda module, args, x: 23 in args[0], {"prompt": [4, 23]}),
     "step": (FAST + "step", lambda decoder, tokens: 23 in tokens, {"prompt": [4, 23]}),
@@ -321,7 +295,8 @@ async def join_late(
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.MonkeyPatch):
     target, is_culprit, values = FAULTS[fault]
-    model, raised = make(vocab_size=24, position="rope", smear=1), RuntimeError("of the culprit")
+    model = make(vocab_size=24, position="rope", smear=1)
+    raised = RuntimeError("of the culprit")
     function = pkgutil.resolve_name(target) if target else lambda *args: None
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -337,19 +312,16 @@ def test_a_request_that_raises_fails_alone(fault: str, monkeypatch: pytest.Monke
     culprit = SampleRequest(**{"prompt": [4], "max_new_tokens": 20, **values})
     found, error = serve(model, lambda engine: join_late(engine, requests, culprit))
     assert error is raised
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert_all_as_generate(model, requests, found)
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_requests_whose_steps_fail_together_get_their_tokens(
     is_changed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    model, calls, kind = (
-        make(**ARCHITECTURES["modern"]),
-        count(),
-        Decoder if is_changed else FastDecoder,
-    )
+    model = make(**ARCHITECTURES["modern"])
+    calls = count()
+    kind = Decoder if is_changed else FastDecoder
     if is_changed:
         model.blocks[0].register_forward_hook(lambda module, args, x: x)
     step = kind.step
@@ -368,14 +340,15 @@ def test_requests_whose_steps_fail_together_get_their_tokens(
         patch.setattr(kind, "step", lack_memory)
         found = serve(model, lambda engine: collect_all(engine, requests))
     assert next(calls) > 10
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert_all_as_generate(model, requests, found)
 
 
 def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    model, append, calls = make(), Detokenizer.append, count()
+    model = make()
+    append = Detokenizer.append
+    calls = count()
 
     def fail_from_third_on(own: Detokenizer, token: int, *, last: bool = False) -> str:
         if own.stop_ids == {9} and next(calls) >= 2:
@@ -398,7 +371,9 @@ def test_a_sample_that_ends_in_a_step_that_raises_later_has_no_more_tokens(
 def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    step, failed, sizes = FastDecoder.step, list[weakref.ref[FastDecoder]](), list[int]()
+    step = FastDecoder.step
+    failed = list[weakref.ref[FastDecoder]]()
+    sizes = list[int]()
 
     def lack_memory(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
         sizes.append(len(tokens))
@@ -409,8 +384,8 @@ def test_the_memory_of_a_batch_that_fails_is_free_before_its_requests_step_alone
         return step(decoder, tokens)
 
     monkeypatch.setattr(FastDecoder, "step", lack_memory)
-    model, requests = make(), [SampleRequest([i], 4, seed=i) for i in range(3)]
-    found = serve(model, lambda engine: collect(engine.generate(*requests)))
+    requests = [SampleRequest([i], 4, seed=i) for i in range(3)]
+    found = serve(make(), lambda engine: collect(engine.generate(*requests)))
     assert len(found) == 12
     assert sizes == [3, 1, 1, 1, 3, 3, 3]
 
@@ -425,8 +400,7 @@ def test_no_value_of_a_setting_ends_a_request():
         SampleRequest([3], 30, SamplingSettings(1e300)),
     ]
     found = serve(model, lambda engine: collect_all(engine, requests))
-    for request, tokens in zip(requests, found, strict=True):
-        assert_as_generate(model, request, tokens)
+    assert_all_as_generate(model, requests, found)
     assert [token.id for token in found[-2]] == [token.id for token in found[0]]
 
 
@@ -435,15 +409,14 @@ def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(
 ):
     # Else all steps may be sent together, at the end
     monkeypatch.setattr("minigpt.extras.playground.engine._SEND_SECONDS", 0)
-    model, text = (
-        make(),
-        torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist(),
-    )
+    model = make()
+    text = torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
     async def count_tokens(engine: Engine) -> tuple[list[Token], int]:
         async with aclosing(engine.generate(ENDLESS)) as other:
             await anext(other)
-            scoring, n_tokens = asyncio.create_task(engine.score(text, n_top=3)), 0
+            scoring = asyncio.create_task(engine.score(text, n_top=3))
+            n_tokens = 0
             while not scoring.done():
                 await anext(other)
                 n_tokens += 1

@@ -692,7 +692,7 @@ def test_a_server_that_ends_cuts_off_requests_after_a_second(
         assert sent.result().status_code == 503
         error = sent.result().json()
         assert error["error"]["message"] == "the server was stopped"
-        last = [[line for line in lines if line][-1] for lines in received]
+        last = [list(filter(None, lines))[-1] for lines in received]
         assert last == [f"data: {json.dumps(error)}", '{"error": "the server was stopped"}']
         assert SmallEngine.n_open() == 0
 

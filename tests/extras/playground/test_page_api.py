@@ -1,4 +1,4 @@
-"""The API of the page through a real server, against the functions of minigpt that it stands for."""
+"""The API of the page through a real server, against the functions of minigpt behind it."""
 
 import json
 import math

@@ -62,7 +62,8 @@ def test_each_step_is_undone_alone(in_file: Reader) -> None:
 
 
 def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader) -> None:
-    reader, start = in_file, CHARACTERS.decode(CHARACTERS.start)
+    reader = in_file
+    start = CHARACTERS.decode(CHARACTERS.start)
     reader.generate()
     assert start + reader.text == continuation(MODELS["small"], start)
     reader.find("#text").clear()
@@ -85,7 +86,7 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     assert reader.text == f"{written}é"
 
 
-# Instead of the model, `next` continues the ids of a prompt, which are in `asked`; pauses are short.
+# Instead of the model, `next` continues the ids of a prompt, which are in `asked`; short pauses.
 STUB = """
     const {setTimeout} = window;
     window.setTimeout = (call, ms = 0, ...given) => setTimeout(call, ms / 20, ...given);

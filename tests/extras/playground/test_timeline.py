@@ -145,7 +145,7 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
 
 
 def curves(reader: Reader, label: str) -> SimpleNamespace:
-    """The legend of a plot, the places of the points of each line, and the place of its mark, or None."""
+    """The legend of a plot, the places of the points of each line, and that of its mark."""
     legend, lines, mark = reader.run(
         """
         const named = plot => plot.getAttribute("aria-label").startsWith(arguments[0]);

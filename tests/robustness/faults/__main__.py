@@ -61,7 +61,8 @@ def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
 
     The folder of a failed trial is kept and printed.
     """
-    results, notes = Counter[str](), Counter[str]()
+    results = Counter[str]()
+    notes = Counter[str]()
     time_ratios = []
 
     def run_trial(number: int) -> None:

@@ -66,7 +66,7 @@ def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random)
 
 
 def close_terminal(workdir: Path, rng: Random) -> str | None:
-    """Close the terminal of a run, which sends SIGHUP twice; without output it exits, and resumes."""
+    """Close the terminal of a run, which sends SIGHUP twice: it exits, and resumes."""
     reference()
     master, slave = os.openpty()
     run = Run(workdir / "run", terminal=os.ttyname(slave))

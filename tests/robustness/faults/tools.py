@@ -1,4 +1,4 @@
-"""Training runs as processes, waits for the files that they write, and comparison of run folders."""
+"""Training runs as processes, waits for files that they write, comparison of run folders."""
 
 import atexit
 import hashlib
@@ -32,7 +32,8 @@ PROGRESS = ("step ", "resume with: ", *TABLE)
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between
 # validations.
-STEPS, EVAL_EVERY = 24, 4
+STEPS = 24
+EVAL_EVERY = 4
 SETTINGS = f"""
     trainer={os.environ.get("MINIGPT_FAULTS_TRAINER", "cpu")} trainer.accumulate_grad_batches=2
     model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=128 model.dropout=0.1
@@ -121,7 +122,7 @@ class Run(Script):
 
 
 def prepare(terminal: str, *counted: Any) -> None:
-    """Prepare a forked process before its script: its terminal, and the count of file operations."""
+    """Prepare a process before its script: its terminal, and the count of its file operations."""
     if terminal:
         # The controlling terminal of the session, which this process leads
         opened = os.open(terminal, os.O_RDWR)
