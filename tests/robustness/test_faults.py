@@ -76,7 +76,13 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
     (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train("logger=wandb", "callbacks.originality.characters=20", "resume=auto", "max_steps=4", "eval_every=4")
+    train(
+        "logger=wandb",
+        "callbacks.originality.characters=20",
+        "resume=auto",
+        "max_steps=4",
+        "eval_every=4",
+    )
     assert "Weights & Biases is lost" not in capsys.readouterr().err
     records = wandb_records(tmp_path / "run")
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]
