@@ -7,11 +7,12 @@ import threading
 import webbrowser
 from urllib.parse import quote
 
+from minigpt.extras.packages import PIP_INSTALL
 from minigpt.extras.playground.loaded_models import Models, find_models
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import PIP_INSTALL, ArgumentParser, usage
+from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import log
 
 ORIGIN = re.compile(r"[a-z][\w+.-]*://[^/\s*]+")

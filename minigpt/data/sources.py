@@ -5,15 +5,11 @@ They are the user's files, standard input, a download, plays, or a Hugging Face 
 
 import os
 import re
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from glob import has_magic
 from hashlib import blake2b, sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 from minigpt.data.readers import (
@@ -28,7 +24,6 @@ from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write, checksums, download, sha256_json
-from minigpt.utils.ranks import world_size
 from minigpt.utils.terminal import warn
 
 TRAIN, VAL = 0, 1
@@ -116,7 +111,7 @@ def find_text(data: Settings) -> Path:
             if checksums([copy], folder) == [data["sha256"]]:
                 return copy
             warn(f"skipping {copy}: its checksum is not that of {name}; data.path={copy} reads it")
-    target = _free_path(target, data["sha256"])
+    target = free_path(target, data["sha256"])
     if download(data["url"], data["sha256"], target):
         return target
     warn(
@@ -124,13 +119,13 @@ def find_text(data: Settings) -> Path:
         f"stand-in, other plays of Shakespeare; do not compare its losses with those of {name}"
     )
     content = "".join(from_extras("read_plays")())[: data["characters"]].encode()
-    target = _free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
+    target = free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
     with atomic_write(target) as partial_file:
         partial_file.write_bytes(content)
     return target
 
 
-def _free_path(target: Path, checksum: str) -> Path:
+def free_path(target: Path, checksum: str) -> Path:
     """Return where to write a text: `target`, or if something else is there, with its checksum.
 
     Raise UserError if something else is there too: files of the user are not replaced.
@@ -146,7 +141,9 @@ def _from_files(
 ) -> Source:
     folder = Path(data["folder"])
     given = [path] if isinstance(path, str) else path
-    paths = [spool(one, setting, folder) for one in given]
+    paths = [
+        from_extras("spool")(one, setting, folder) if may_be_stream(one) else one for one in given
+    ]
     files = find_files(paths, setting, folder)
     field = data["field"]
     separator = data["separator"] or ""
@@ -162,6 +159,13 @@ def _from_files(
     )
 
 
+def may_be_stream(path: str) -> bool:
+    """Return whether a path may be standard input, a FIFO or a device, also of a parent process."""
+    file = Path(path).expanduser()
+    is_pattern = has_magic(path) and not file.exists()
+    return path in STDIN or not (is_pattern or file.is_file() or file.is_dir())
+
+
 def _name_of(path: str, copy: str) -> str:
     # Of a pattern, its last part without a wildcard.
     if copy != path:
@@ -169,53 +173,3 @@ def _name_of(path: str, copy: str) -> str:
     given = Path(path).expanduser()
     parts = [part for part in given.parts if given.exists() or not has_magic(part)]
     return re.sub(r"[^\w.-]+", "-", "".join(parts[-1:])).strip("-") or "text"
-
-
-def spool(path: str, setting: str, folder: Path) -> str:
-    """Copy standard input, a FIFO or a device to a file in `folder` that its checksum names.
-
-    Other paths are returned as they are. Later calls, and child processes (ranks, the runs of a
-    sweep), take the copy from an environment variable.
-
-    Raises:
-        UserError: the input is a terminal, is empty, or is shared by processes.
-    """
-    # A child process has no such pipe, and files need no copy.
-    is_stdin = path in STDIN
-    variable = f"MINIGPT_STDIN_{'FILE' if is_stdin else sha256_json(path)[:8]}"
-    if os.environ.get(variable):
-        return os.environ[variable]
-    file = Path(path).expanduser()
-    if not is_stdin and (file.is_file() or file.is_dir() or not file.exists()):
-        return path
-
-    read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
-    if world_size() > 1:
-        raise UserError(
-            f"{read} cannot be read by several processes; "
-            f"save the text and set {setting} to its file"
-        )
-    with ExitStack() as stack:
-        # Where it is read from: there is no standard input without a console.
-        if is_stdin:
-            stream = sys.stdin and sys.stdin.buffer
-        else:
-            stream = stack.enter_context(open(file, "rb"))
-        if not stream or stream.isatty():
-            raise UserError(
-                f"{read} is a terminal; pipe a text into it, or set {setting} to a file "
-                f"(earlier input is in {folder / 'stdin-*.txt'})"
-            )
-
-        # Its checksum, and so its name, is known once it is copied.
-        folder.mkdir(parents=True, exist_ok=True)
-        copy = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix=".stdin."))) / "stdin"
-        with open(copy, "wb") as target:
-            shutil.copyfileobj(stream, target)
-        if not copy.stat().st_size:
-            raise UserError(f"{read} is empty; pipe a text into it")
-        (checksum,) = checksums([copy], None)
-        spooled = str(_free_path(folder / f"stdin-{checksum[:16]}.txt", checksum).absolute())
-        copy.replace(spooled)
-    os.environ[variable] = spooled
-    return spooled

@@ -1,16 +1,14 @@
 """Token files: the ids of a corpus on disk, as training reads them.
 
 A folder has `train.bin` and `val.bin`, raw arrays of ids as nanoGPT writes them, beside a
-`meta.json` that describes them. A corpus of files of other tools (`extras/corpora/token_bins.py`)
-may have several files per split, and headers in them.
+`meta.json` that describes them. A corpus of files of other tools may have several files per split,
+and headers in them (`extras/corpora/token_parts.py`).
 """
 
 import mmap
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -37,7 +35,6 @@ class Split:
     tokens: int
     bytes: int
     documents: int
-    headers: Sequence[int] = ()  # bytes before the ids of each file; (): none
 
 
 @dataclass(frozen=True)
@@ -88,73 +85,50 @@ class Corpus:
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
         part: Split = getattr(self, split)
-        return Tokens(part.files, self.dtype, self.tokenizer.vocab_size, part.headers)
+        return Tokens(part.files[0], self.dtype, self.tokenizer.vocab_size)
 
 
 class Tokens:
-    """Token files, one after another, as an array (N,).
+    """A token file as an array (N,).
 
     `tokens[a:b]` reads a slice, and `tokens[index]` gathers windows, (B, T). The cost of an index
     does not depend on N. Raises UserError for ids outside the vocabulary.
     """
 
-    def __init__(
-        self, files: Sequence[Path], dtype: str, vocab_size: int, headers: Sequence[int] = ()
-    ) -> None:
-        self.files = files
+    def __init__(self, file: Path, dtype: str, vocab_size: int, header: int = 0) -> None:
+        self.file = file
         self.dtype = np.dtype(dtype)
         self.vocab_size = vocab_size
-        self.headers = headers or [0] * len(files)  # bytes
-        sizes = np.array([file.stat().st_size for file in files]) - self.headers
-        self.starts = np.cumsum([0, *sizes // self.dtype.itemsize])  # (files + 1,)
-        self.map = lru_cache(256)(self._map)  # each map has a file descriptor
-        if len(files) == 1 and len(self):
-            self.map(0)  # now, so that a run holds its file if it is removed later
+        self.header = header  # bytes before the ids
+        # Mapped now, so that a run holds its file if it is removed later; without read-ahead,
+        # since windows are anywhere in the file.
+        with open(file, "rb") as content:
+            pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+        if sys.platform != "win32":
+            pages.madvise(mmap.MADV_RANDOM)
+        n = (len(pages) - header) // self.dtype.itemsize
+        self.ids = np.frombuffer(pages, self.dtype, n, offset=header)
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return len(self.ids)
 
     def __getitem__(self, index: slice | NDArray[np.int64]) -> Ids:
         if isinstance(index, slice):
             begin, end, step = index.indices(len(self))
-            ids = self._read(begin, max(begin, end))
-            self._check(ids, range(begin, end))
+            # Without the map, which is slower
+            offset = self.header + begin * self.dtype.itemsize
+            ids = np.fromfile(self.file, self.dtype, max(0, end - begin), offset=offset)
+            self._check(ids)
             return ids[::step]
-        positions = index.ravel()  # (B · T,)
-        ids = np.empty(positions.size, self.dtype)
-        files = np.searchsorted(self.starts[1:], positions, side="right")  # of each position
-        # Neighbors within one file are gathered together.
-        for a, b in pairwise([*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]):
-            ids[a:b] = self.map(int(files[a]))[positions[a:b] - self.starts[files[a]]]
-        self._check(ids, positions)
-        return ids.reshape(index.shape)  # (B, T)
-
-    def _read(self, begin: int, end: int) -> Ids:
-        ids = np.empty(end - begin, self.dtype)  # without mapping the files, which is slower
-        first = np.searchsorted(self.starts[1:], begin, side="right")
-        for i in range(first, np.searchsorted(self.starts[:-1], end)):
-            a = max(begin, self.starts[i])
-            b = min(end, self.starts[i + 1])
-            offset = self.headers[i] + (a - self.starts[i]) * self.dtype.itemsize
-            ids[a - begin : b - begin] = np.fromfile(
-                self.files[i], self.dtype, b - a, offset=offset
-            )
+        ids = self.ids[index]  # (B, T)
+        self._check(ids)
         return ids
 
-    def _map(self, i: int) -> Ids:
-        # Without read-ahead, since windows are anywhere in the file.
-        with open(self.files[i], "rb") as content:
-            pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
-        if sys.platform != "win32":
-            pages.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(pages, self.dtype, offset=self.headers[i])
-
-    def _check(self, ids: Ids, positions: Sequence[int] | NDArray[np.int64]) -> None:
+    def _check(self, ids: Ids) -> None:
         largest = ids.max(initial=0)
         if largest >= self.vocab_size:
-            i = int(np.searchsorted(self.starts[1:], positions[int(ids.argmax())], side="right"))
             raise UserError(
-                f"{self.files[i]} has a token id {largest}, outside the vocabulary of "
+                f"{self.file} has a token id {largest}, outside the vocabulary of "
                 f"{self.vocab_size}; the file is damaged, of another tokenizer, "
                 f"or its ids have another width"
             )

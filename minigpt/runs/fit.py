@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -29,7 +30,6 @@ from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.callbacks.metrics import MetricsCallback
-from minigpt.runs.callbacks.report import ReportCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text, wandb_loggers
 from minigpt.runs.curves import plot_curves
@@ -354,10 +354,9 @@ def sample_best(
     return sample
 
 
-def reports(trainer: L.Trainer) -> list[ReportCallback]:
-    """Return the callbacks that add to the results of a run, in the order of the configuration."""
-    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, ReportCallback)]
+def reports(trainer: Any) -> list[Any]:
+    """Return the callbacks that add to the results of a run: by a method, as they are extras."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, "on_sampled")]
 
 
 def write_results(

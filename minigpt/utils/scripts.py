@@ -1,21 +1,17 @@
-"""Where configs and scripts lie, how users run them and install packages: in a clone or a wheel."""
+"""Where configs and scripts lie, how users run them: in a clone or a wheel."""
 
 import argparse
 import re
 import shlex
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from minigpt.utils.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = (_PACKAGE / "configs").is_dir()  # a wheel has configs/ and scripts/ inside the package
 ROOT = _PACKAGE if INSTALLED else _PACKAGE.parent  # the folder of configs/ and scripts/
-PIP_INSTALL = (
-    'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{}]" -c constraints.txt'
-)
 
 
 def usage(script: str) -> str:
@@ -53,13 +49,3 @@ class ArgumentParser(argparse.ArgumentParser):
         dashes = f"; write a value that begins with a dash as {flag}=--x"
         advice = dashes if message.endswith("expected one argument") else ""
         raise UserError(f"{message}{advice}; --help lists the arguments")
-
-
-def import_extra(module: str, needed_by: str, extra: str) -> Any:
-    """Import a module of a package in `minigpt[extra]`; raise UserError if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{needed_by} needs {module.partition('.')[0]}; {PIP_INSTALL.format(extra)}"
-        ) from error

@@ -79,7 +79,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
 
 def spooled_in_child(path):
     """Return what a child process, such as a rank, reads for a path; it has no such pipe."""
-    imports = "from minigpt.data.sources import spool; from pathlib import Path"
+    imports = "from minigpt.extras.corpora.standard_input import spool; from pathlib import Path"
     program = f"{imports}; print(spool('{path}', '', Path('{ROOT}')), end='')"
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8"}
     return Path(subprocess.run([sys.executable, "-c", program], check=True, **options).stdout)

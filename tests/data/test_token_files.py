@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from minigpt.data import token_files
-from minigpt.data.token_files import Tokens
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.extras.corpora import token_bins
+from minigpt.extras.corpora.token_parts import TokenParts
 from minigpt.utils.errors import UserError
 
 TEXT = "a text that is prepared, broken and prepared again"
@@ -47,7 +47,7 @@ def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dty
         files = [Path(folder) / f"{i}.bin" for i in range(4)]
         for file, part in zip(files, np.split(array, ends), strict=True):
             part.tofile(file)
-        tokens = Tokens(files, dtype, 1 << 16)
+        tokens = TokenParts(files, dtype, 1 << 16)
         assert len(tokens) == len(array)
         np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
         index = np.arange(length - length % 2).reshape(2, -1)[:, data.draw(bound) :]

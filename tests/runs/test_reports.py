@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from small_runs import CONFIGS, ROOT, composed
 
 from minigpt import generate, load_checkpoint
-from minigpt.runs.callbacks.report import ReportCallback
+from minigpt.extras.report_callback import ReportCallback
 from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.run_config import check_run
 from minigpt.sweeps.point_settings import relevant_settings

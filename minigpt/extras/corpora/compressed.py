@@ -7,8 +7,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import import_extra
 
 _COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
 _DECOMPRESSORS = {  # and what they raise

@@ -14,10 +14,10 @@ from typing import Any
 
 from minigpt.data.readers import TextChunk, row_chunk, without_null
 from minigpt.data.sources import Source
+from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import checksums, sha256_json
 from minigpt.utils.ranks import is_rank_zero
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import log
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minigpt.data.readers import TextChunk, content_suffix, read_lines, row_chunk
+from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import import_extra
 
 _ARROW_TEXT = re.compile(
     r"(dictionary<values=)?(large_)?string(_view)?(, indices=u?int\d+, ordered=[01]>)?"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from minigpt.data.prepare import build_tokenizer
-from minigpt.data.token_files import META, SPLITS, Corpus, Split, Tokens, load
+from minigpt.data.token_files import META, SPLITS, Corpus, Split, load
 from minigpt.data.tokenizer import (
     BPETokenizer,
     CharTokenizer,
@@ -22,6 +22,7 @@ from minigpt.data.tokenizer import (
     from_dict,
     token_dtype,
 )
+from minigpt.extras.corpora.token_parts import PartsCorpus, TokenParts
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums, read_json, sha256_json
@@ -137,9 +138,9 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
         log(f"the ids of data.train_bin and data.val_bin are read as {dtype}")
 
     # How often each id is in the validation split, and so its bytes of UTF-8 and its documents.
-    train_headers = headers[: len(train)]
-    val_headers = headers[len(train) :]
-    tokens = Tokens(val, dtype, vocab_size, val_headers)
+    split_headers = {"train": headers[: len(train)], "val": headers[len(train) :]}
+    train_tokens = TokenParts(train, dtype, vocab_size, split_headers["train"])
+    tokens = TokenParts(val, dtype, vocab_size, split_headers["val"])
     counts = np.zeros(vocab_size, dtype=np.int64)
     for begin in range(0, len(tokens), _SCAN_TOKENS):
         ids = tokens[begin : begin + _SCAN_TOKENS]
@@ -152,16 +153,15 @@ def load_bins(data: Settings, tokenizer: Tokenizer, data_folder: Path | None = N
         tokenizer.separated = True
 
     sums = split_checksums(train, val, data_folder)
-    return Corpus(
+    return PartsCorpus(
         name=train[0].name,
         sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
         tokenizer=tokenizer,
-        train=Split(
-            train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers
-        ),
-        val=Split(val, len(tokens), int(counts @ sizes), documents, val_headers),
+        train=Split(train, len(train_tokens), 0, 0),
+        val=Split(val, len(tokens), int(counts @ sizes), documents),
         dtype=dtype,
         val_sha256=sums[1],
+        headers=split_headers,
     )
 
 

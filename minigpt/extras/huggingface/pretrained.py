@@ -19,12 +19,12 @@ from minigpt.extras.huggingface.tokenizer_json import (
     TOKENIZER_CONFIG,
     load_tokenizer,
 )
+from minigpt.extras.packages import import_extra
 from minigpt.model.changes import empty_model
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
-from minigpt.utils.scripts import import_extra
 
 CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
 INDEX = f"{WEIGHTS}.index.json"

@@ -24,9 +24,9 @@ from minigpt.data.tokenizer import (
     whole_characters,
 )
 from minigpt.extras.huggingface.chat_template import find_template, render
+from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -6,8 +6,8 @@ from typing import Any
 
 from minigpt.data.token_files import Corpus
 from minigpt.data.tokenizer import Tokenizer
+from minigpt.extras.report_callback import ReportCallback
 from minigpt.model.gpt import GPT
-from minigpt.runs.callbacks.report import ReportCallback
 from minigpt.runs.callbacks.samples import draw_samples, only_a_warning
 from minigpt.runs.run_dir import SAMPLES, Summary
 from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, or_null

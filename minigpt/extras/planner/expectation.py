@@ -1,6 +1,6 @@
 """The callback that reports what a plan expects, which a plan adds to the run."""
 
-from minigpt.runs.callbacks.report import ReportCallback
+from minigpt.extras.report_callback import ReportCallback
 from minigpt.runs.run_dir import Summary
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from minigpt.extras.packages import import_extra
 from minigpt.extras.search.pruning import continuing, loss_at
 from minigpt.sweeps.composition import values_of
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.checks import POSITIVE_INT, as_integer
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
 
 MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another

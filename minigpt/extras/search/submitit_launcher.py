@@ -11,10 +11,10 @@ from typing import Any
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from minigpt.extras.packages import import_extra
 from minigpt.sweeps.launcher import Job, Joblib
 from minigpt.utils.checks import as_integer
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import import_extra
 
 
 class RequeuedJob(Job):

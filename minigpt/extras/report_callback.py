@@ -1,4 +1,4 @@
-"""What a callback of the configuration may add to the end of a run: after its final sample."""
+"""What a callback may add to the end of a run; `runs/fit.py` finds it by its `on_sampled`."""
 
 from pathlib import Path
 
