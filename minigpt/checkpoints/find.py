@@ -101,12 +101,3 @@ def run_folder(checkpoint: Path) -> Path:
         folder = folder.parent
     is_run = any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS))
     return folder if is_run else checkpoint.parent
-
-
-def named_path(checkpoint: Path) -> Path:
-    """Return the absolute path that names a checkpoint file.
-
-    It is its run folder, or the file without its suffix.
-    """
-    path = checkpoint.resolve()
-    return path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)

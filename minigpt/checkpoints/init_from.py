@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import checkpoints_of, find_checkpoint, follow_latest, named_path
+from minigpt.checkpoints.find import checkpoints_of, find_checkpoint, follow_latest
 from minigpt.checkpoints.load import build_model, load_checkpoint
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model.config import GPTConfig
@@ -28,13 +28,6 @@ class Pretrained:
     config: GPTConfig
     tokenizer: Tokenizer
     model: GPT | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the run or of the file."""
-        path = named_path(self.path)
-        # A run of a sweep is a number.
-        return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
 
     @property
     def files(self) -> list[Path]:

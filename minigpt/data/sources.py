@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import has_magic
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from minigpt.data.readers import (
     COMPRESSED_SUFFIXES,
@@ -23,7 +22,7 @@ from minigpt.data.readers import (
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
-from minigpt.utils.files import atomic_write, checksums, download, sha256_json
+from minigpt.utils.files import checksums, download, sha256_json
 from minigpt.utils.terminal import warn
 
 TRAIN, VAL = 0, 1
@@ -114,15 +113,7 @@ def find_text(data: Settings) -> Path:
     target = free_path(target, data["sha256"])
     if download(data["url"], data["sha256"], target):
         return target
-    warn(
-        f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a "
-        f"stand-in, other plays of Shakespeare; do not compare its losses with those of {name}"
-    )
-    content = "".join(from_extras("read_plays")())[: data["characters"]].encode()
-    target = free_path(folder / f"{name}-stand-in.txt", sha256(content).hexdigest())
-    with atomic_write(target) as partial_file:
-        partial_file.write_bytes(content)
-    return target
+    return from_extras("write_stand_in")(data)
 
 
 def free_path(target: Path, checksum: str) -> Path:

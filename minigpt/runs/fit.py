@@ -36,7 +36,6 @@ from minigpt.runs.curves import plot_curves
 from minigpt.runs.lightning_workarounds import (
     end_with_rank_zero,
     is_resume_error,
-    unscale_before_clipping,
 )
 from minigpt.runs.run_config import RunConfig
 from minigpt.runs.trainer import TokenDataModule, build_trainer, partial_from_config
@@ -123,10 +122,9 @@ def fit(
         start = None if checkpoint else pretrained
         model = start.load(config).train() if start else GPT(config)
         model.checkpoint_blocks = run.checkpoint_blocks
-        make_optimizer = partial_from_config("optimizer", run.optimizer)
         module = LanguageModel(
             model,
-            optimizer=lambda model: unscale_before_clipping(make_optimizer(model)),
+            optimizer=partial_from_config("optimizer", run.optimizer),
             schedule=partial_from_config("schedule", run.schedule),
             max_steps=run.max_steps,
             compile=run.compile,

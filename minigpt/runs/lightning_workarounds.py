@@ -82,12 +82,6 @@ def is_resume_error(error: Exception) -> bool:
     )
 
 
-def unscale_before_clipping(optimizer: Any) -> Any:
-    """Make Lightning unscale gradients of 16-mixed before clipping; a fused step does it after."""
-    optimizer._step_supports_amp_scaling = False
-    return optimizer
-
-
 def number_by_step(trainer: Any) -> None:
     """Number what callbacks log by optimizer step, as the other metrics.
 

@@ -317,10 +317,6 @@ def _are_local(value: object) -> bool:
     )
 
 
-def _are_betas(value: object) -> bool:
-    return isinstance(value, Sequence) and len(value) == 2 and all(map(checks.FRACTION[0], value))
-
-
 def _text(expected: str) -> checks.Rule:
     return lambda v: isinstance(v, str) and v != "", expected
 
@@ -360,7 +356,10 @@ RUN_RULES: dict[str, checks.Rule] = {
     "tokenizer.vocab_size": checks.integer(257),  # 256 bytes and the separator
     "optimizer.lr": checks.POSITIVE,
     "optimizer.adam_lr": checks.POSITIVE,
-    "optimizer.betas": (_are_betas, "two numbers in [0, 1)"),
+    "optimizer.betas": (
+        lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(checks.FRACTION[0], v)),
+        "two numbers in [0, 1)",
+    ),
     "optimizer.momentum": checks.FRACTION,
     "optimizer.newton_schulz_steps": checks.POSITIVE_INT,
     "optimizer.weight_decay": checks.NON_NEGATIVE,

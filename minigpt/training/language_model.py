@@ -59,7 +59,9 @@ class LanguageModel(L.LightningModule):
             shard(self.model)
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.model)
+        optimizer: Any = self.make_optimizer(self.model)
+        # Lightning removes the loss scale of 16-mixed before clipping; a fused step does it after.
+        optimizer._step_supports_amp_scaling = False
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},

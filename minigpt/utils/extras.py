@@ -17,12 +17,12 @@ _MODULES = {
     "read_compressed": "corpora.compressed",
     "read_csv": "corpora.tables",
     "read_parquet": "corpora.tables",
-    "read_plays": "corpora.plays",
     "rung_steps": "search.pruning",
     "spool": "corpora.standard_input",
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
     "with_possible_sizes": "planner.planned_sizes",
+    "write_stand_in": "corpora.plays",
 }
 
 

@@ -30,12 +30,6 @@ def is_rank_zero() -> bool:
     return not any(env_number(name, 0) for name in rank_variables()[:1])
 
 
-def world_size() -> int:
-    """Return the number of ranks of this run; 1 for a process alone."""
-    names = rank_variables()
-    return env_number(names[1], 1) if names else 1
-
-
 def rank_variables() -> tuple[str, ...]:
     """Return the variables that make this process a rank of torchrun, Lightning or srun; else none.
 

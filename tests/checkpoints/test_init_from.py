@@ -18,6 +18,7 @@ from minigpt.checkpoints.format import read
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import encode_prompt
 from minigpt.extras.corpora.run_corpus import find_corpus
+from minigpt.extras.playground.export_html import model_name
 from minigpt.runs.run_dir import read_summary
 
 transformers = pytest.importorskip("transformers")
@@ -136,7 +137,7 @@ def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for source in ("someone/tiny", "someone/tiny@main", f"someone/tiny@{commit}"):
         found = find_pretrained(source)
-        assert (found.source, found.revision, found.name) == (source, commit, source)
+        assert (found.source, found.revision, model_name(found)) == (source, commit, source)
         expected = load_file(gpt2_folder / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(found.load().wte.weight, expected)
     message = "someone/other does not exist, and cannot be downloaded"

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from minigpt import GPT, GPTConfig, load_checkpoint
-from minigpt.runs.lightning_workarounds import unscale_before_clipping
 from minigpt.runs.trainer import partial_from_config
 from minigpt.training.language_model import LanguageModel
 from minigpt.training.precision import half_dtype, training_precision
@@ -74,7 +73,7 @@ def language_model(recipe, *overrides, **settings):
     """Return a small model with the optimizer of a recipe."""
     make = partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
     model = GPT(GPTConfig(**SMALL | settings))
-    settings = {"optimizer": lambda model: unscale_before_clipping(make(model)), "max_steps": 10}
+    settings = {"optimizer": make, "max_steps": 10}
     return LanguageModel(model, schedule=lambda step, max_steps: 1.0, **settings)
 
 

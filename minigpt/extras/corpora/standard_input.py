@@ -11,7 +11,7 @@ from minigpt.data.readers import STDIN
 from minigpt.data.sources import free_path
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums, sha256_json
-from minigpt.utils.ranks import world_size
+from minigpt.utils.ranks import env_number, rank_variables
 
 
 def spool(path: str, setting: str, folder: Path) -> str:
@@ -33,7 +33,8 @@ def spool(path: str, setting: str, folder: Path) -> str:
         return path
 
     read = f"{setting}={path} reads standard input, which" if is_stdin else f"{setting}={path}"
-    if world_size() > 1:
+    names = rank_variables()
+    if names and env_number(names[1], 1) > 1:
         raise UserError(
             f"{read} cannot be read by several processes; "
             f"save the text and set {setting} to its file"

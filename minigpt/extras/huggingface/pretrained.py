@@ -47,11 +47,6 @@ class HuggingFaceModel(Pretrained):
     """A folder of Hugging Face, whose weights are read by `load`."""
 
     @property
-    def name(self) -> str:
-        """The name of the folder, or the id of the Hub."""
-        return self.source if self.revision else self.path.name
-
-    @property
     def files(self) -> list[Path]:
         """The files of its weights."""
         return _weight_files(self.path)

@@ -19,6 +19,7 @@ from typing import Any
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.extras.playground.loaded_models import named_path
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError, require
@@ -84,7 +85,9 @@ def export_html(
     weights += [
         _pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps
     ]
-    description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
+    description = describe(
+        model_name(pretrained), model.config, tokenizer.name, f" in {weight_format}"
+    )
     description["facts"] += " The model runs in this page: the text never leaves your device."
     data = {
         "description": description,
@@ -157,6 +160,18 @@ def check_supported(config: GPTConfig) -> None:
                 " or ".join(map(str, values)),
                 "the page computes no other",
             )
+
+
+def model_name(pretrained: Pretrained) -> str:
+    """Return the id of the Hub, or the name of the folder, of the run or of the file."""
+    if pretrained.revision:
+        return pretrained.source
+    path = pretrained.path
+    if path.is_dir():  # of Hugging Face
+        return path.name
+    path = named_path(path)
+    # A run of a sweep is a number
+    return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
 
 
 def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:

@@ -14,7 +14,6 @@ from minigpt.checkpoints.find import (
     find_checkpoint,
     find_snapshots,
     follow_latest,
-    named_path,
     run_folder,
 )
 from minigpt.utils.errors import UserError
@@ -69,6 +68,15 @@ def find_models(sources: Sequence[str]) -> dict[str, str]:
             )
             found[next(name for name in names if name not in found)] = source
     return found
+
+
+def named_path(checkpoint: Path) -> Path:
+    """Return the absolute path that names a checkpoint file.
+
+    It is its run folder, or the file without its suffix.
+    """
+    path = checkpoint.resolve()
+    return path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)
 
 
 class Models:
