@@ -84,8 +84,7 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        part: Split = getattr(self, split)
-        return Tokens(part.files[0], self.dtype, self.tokenizer.vocab_size)
+        return Tokens(getattr(self, split).files[0], self.dtype, self.tokenizer.vocab_size)
 
 
 class Tokens:
@@ -106,8 +105,7 @@ class Tokens:
             pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
         if sys.platform != "win32":
             pages.madvise(mmap.MADV_RANDOM)
-        n = (len(pages) - header) // self.dtype.itemsize
-        self.ids = np.frombuffer(pages, self.dtype, n, offset=header)
+        self.ids = np.frombuffer(pages, self.dtype, offset=header)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -332,9 +332,8 @@ def sample_best(
         model, _ = load_checkpoint(best, device=trainer.strategy.root_device)
     callbacks = reports(trainer) if best.exists() else []
     if trainer.is_global_zero:
-        drawn = [callback.draws for callback in callbacks if callback.draws]
-        what = " and ".join([f"{FINAL_TOKENS} tokens", *drawn])
-        run_dir.append_log(folder, f"sampling    {what}; at most {seconds:,.0f} s")
+        drawn = [f"{FINAL_TOKENS} tokens", *(each.draws for each in callbacks if each.draws)]
+        run_dir.append_log(folder, f"sampling    {' and '.join(drawn)}; at most {seconds:,.0f} s")
     # The sample takes half of the time at most
     end = time.perf_counter() + seconds
     sample = sample_text(

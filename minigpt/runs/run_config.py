@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, errors
+from omegaconf import DictConfig, OmegaConf, errors, open_dict
 
 from minigpt.model.config import RULES, GPTConfig
 from minigpt.utils import checks
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.moved import current, rename_settings
+from minigpt.utils.moved import RENAMED, current
 from minigpt.utils.scripts import ROOT, shell_quote
 
 Node = dict[str, Any]  # a config group
@@ -212,13 +212,26 @@ def normalize(cfg: DictConfig) -> Node:
 
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
+
+    Raises:
+        UserError: a setting that was renamed would have no effect, because the run is without its
+            group.
     """
-    rename_settings(cfg)
+    # Present keys, names and texts
+    for key in RENAMED.keys() & cfg.keys():
+        with open_dict(cfg):
+            value = cfg.pop(key)
+        group = RENAMED[key].rpartition(".")[0]
+        if OmegaConf.select(cfg, group) is not None:
+            OmegaConf.update(cfg, RENAMED[key], value, force_add=True)
+        elif value is not None and "callbacks" in cfg:  # scripts/prepare.py has none
+            raise UserError(f"{key} is {RENAMED[key]}, but this run is without {group}; remove it")
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))
         if key.endswith("_target_") and current(written) != written:
             OmegaConf.update(cfg, key, current(written))
+    # Whole numbers
     settings = {}
     rules = RUN_RULES | {f"model.{name}": rule for name, rule in RULES.items()}
     for key, (accepts, _) in rules.items():

@@ -241,10 +241,9 @@ def read_summary(folder: Path) -> Summary:
 
 def previous_summary(folder: Path) -> Summary:
     """Return the summary of what a run reached before; empty if it is missing or damaged."""
-    try:
+    with suppress(ValueError):
         return read_summary(folder)
-    except ValueError:
-        return {}
+    return {}
 
 
 def write_summary(folder: Path, summary: Mapping[str, object]) -> None:

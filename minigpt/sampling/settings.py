@@ -57,10 +57,6 @@ def check_settings(*, key: Callable[[str], str] = str, **settings: object) -> No
             require(key(name), value, *RULES[name])
 
 
-def _is_stop_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_stop, value))
-
-
 def _is_stop(item: object) -> bool:
     return item != "" if isinstance(item, str) else NON_NEGATIVE_INT[0](item)
 
@@ -74,5 +70,8 @@ RULES: dict[str, Rule] = {
     "top_p": (lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]"),
     "min_p": CLOSED_FRACTION,
     "repetition_penalty": (lambda v: is_number(v) and 0.01 <= v <= 100, "in [0.01, 100]"),
-    "stop": (_is_stop_list, "a list of non-empty strings and token ids"),
+    "stop": (
+        lambda v: isinstance(v, Sequence) and not isinstance(v, str) and all(map(_is_stop, v)),
+        "a list of non-empty strings and token ids",
+    ),
 }

@@ -14,7 +14,6 @@ TORCHRUN = (
     "MASTER_ADDR",
     "TORCHELASTIC_RUN_ID",
 )
-LIGHTNING = ("LOCAL_RANK", "WORLD_SIZE")
 SRUN = (
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
@@ -39,7 +38,7 @@ def rank_variables() -> tuple[str, ...]:
     if all(name in os.environ for name in TORCHRUN):
         return TORCHRUN
     if RANK_ZERO_PID in os.environ and env_number("LOCAL_RANK", 0):
-        return LIGHTNING
+        return ("LOCAL_RANK", "WORLD_SIZE")
     is_step = all(name in os.environ for name in SRUN) and env_number("SLURM_STEP_NUM_TASKS", 1) > 1
     return SRUN if is_step else ()
 

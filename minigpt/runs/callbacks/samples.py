@@ -60,14 +60,8 @@ def sample_text(
     model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = float("inf"), **settings: Any
 ) -> str:
     """Return a prompt and one continuation of it, as `draw_samples` does."""
-    (sample,) = draw_samples(
-        model,
-        tokenizer,
-        encode_prompt(tokenizer, prompt),
-        seconds=seconds,
-        **settings,
-    )
-    return prompt + sample.text
+    ids = encode_prompt(tokenizer, prompt)
+    return prompt + draw_samples(model, tokenizer, ids, seconds=seconds, **settings)[0].text
 
 
 def draw_samples(
