@@ -14,6 +14,7 @@ from minigpt.model.config import GPTConfig
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json
 from minigpt.utils.moved import current
+from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
 _FIXED = (
@@ -41,7 +42,7 @@ _EFFECTS = {
 
 
 def find_resumed(
-    resume: str | None, folder: Path, present: Saved, warn: Callable[[str], None]
+    resume: str | None, folder: Path, present: Saved, warn: Callable[[str], None] = warn
 ) -> tuple[Path | None, int, Saved, bool]:
     """Find the checkpoint from which a run resumes, and check that it fits the run.
 
