@@ -66,16 +66,10 @@ class Corpus:
                     f"use a longer text or a smaller model.block_size"
                 )
 
-    def validated_windows(
-        self, block_size: int, batch_size: int, n_batches: int | None
-    ) -> tuple[int, int]:
-        """Return how many windows `ValidationBatches` reads, and how many the split has."""
-        total = -(-(self.val.tokens - 1) // block_size)
-        return total if n_batches is None else min(total, n_batches * batch_size), total
-
     def validated_part(self, block_size: int, batch_size: int, n_batches: int | None) -> str:
         """Describe what `ValidationBatches` reads: losses of different parts do not compare."""
-        windows, total = self.validated_windows(block_size, batch_size, n_batches)
+        total = -(-(self.val.tokens - 1) // block_size)
+        windows = total if n_batches is None else min(total, n_batches * batch_size)
         part = f"{windows:,} of {total:,} windows of {block_size} tokens in"
         return (
             f"{part if windows < total else 'all'} "

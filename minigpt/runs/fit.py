@@ -94,8 +94,6 @@ def fit(
         return done.get("best_val_loss")
     # What its checkpoints and its summary hold beside the training
     provenance = run_provenance(run, pretrained, checkpoint, step, before)
-    sizes = (config.block_size, run.data.eval_batch_size, run.eval_batches)
-    windows, all_windows = corpus.validated_windows(*sizes)
     described: run_dir.Summary = {
         **provenance,
         "seed": run.seed,
@@ -103,8 +101,11 @@ def fit(
         "tokenizer": corpus.tokenizer.to_dict()["name"],
         "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
-        "validated": corpus.validated_part(*sizes),
-        "validated_share": windows / all_windows,
+        "validated": corpus.validated_part(
+            config.block_size,
+            run.data.eval_batch_size,
+            run.eval_batches,
+        ),
     }
     # The files of the folder, as they were at that step; Hydra would write .hydra too, but before
     # the folder is the run's own.

@@ -10,7 +10,7 @@ from minigpt.runs.overrides import is_planned, quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
-from minigpt.sweeps.table import Row, Table, count_text, numbers, points_of
+from minigpt.sweeps.ranking import Row, Table, count_text, numbers, points_of
 from minigpt.utils.extras import from_extras
 from minigpt.utils.terminal import sanitize_line
 
@@ -94,8 +94,7 @@ def _effect(
     rows = table.compared
     values = levels[name]
     # Compare the mean losses of the values, each over the rows that have it, with the lowest.
-    value_of_row = [values.index(row.value(name)) for row in rows]
-    member = np.equal.outer(np.arange(len(values)), value_of_row)  # (V, R)
+    member = np.equal.outer(values, [row.value(name) for row in rows])  # (V, R)
     weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]  # (V, R)
@@ -209,7 +208,7 @@ def _notes(table: Table) -> list[tuple[object, str]]:
     missing = sum(point.loss(NATS) is None for point in completed)
     planned = [point for point in completed if is_planned(point.settings)]
     planned_steps = from_extras("steps_note")(planned) if planned else ""
-    diverged = table.n_diverged
+    diverged = sum(not row.provisional for row in table.rows) - len(table.compared)
     return [
         (paused, f"{paused} of {n} runs are paused; their rows are not compared."),
         (
@@ -263,7 +262,7 @@ def _extension(
         for name, value in first.overrides.items()
     }
     start = int(first.seed) if first.seed.isdecimal() else 1
-    settings["seed"] = ",".join(str(start + i) for i in range(LEAST_SEEDS))
+    settings["seed"] = ",".join(map(str, range(start, start + LEAST_SEEDS)))
     # Only of dicts, and of settings that act again, the order has an effect.
     ordered = any("#" in name or "{" in value for name, value in settings.items())
     folder, *others = {point.folder.parent for point in points}

@@ -10,7 +10,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from minigpt.checkpoints.find import follow_latest
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
-from minigpt.sweeps.ranking import ranked
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, Point, read_sweep
-from minigpt.sweeps.table import COSTS, Row, Table, loss_text, numbers, points_of
+from minigpt.sweeps.ranking import COSTS, Row, Table, loss_text, numbers, points_of, ranked
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
@@ -36,7 +34,6 @@ def report(
     *,
     out: Path | None = None,
     along: str | None = None,
-    points: Sequence[Point] = (),
 ) -> Table:
     """Print the answer and the table of one or several sweeps, and write their files.
 
@@ -45,7 +42,6 @@ def report(
         out: folder to write to; by default that of the only sweep, and none for several.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if
             that is unique.
-        points: of the folders, if they have been read.
 
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs
@@ -53,7 +49,7 @@ def report(
     """
     # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    found = points or chain.from_iterable(map(read_sweep, folders))
+    found = chain.from_iterable(map(read_sweep, folders))
     table = ranked(list({point.folder: point for point in found}.values()))
     if along is not None:
         along = _full_name(table, along)
@@ -113,8 +109,8 @@ def print_table(table: Table) -> None:
             "* provisional, because not all runs completed; "
             "ranked after the rows whose runs all completed"
         )
-    best = table.best
-    if best is None:
+    best = table.rows[0]
+    if not best.rank:
         return
     unit = ""
     if table.unit == BITS:
@@ -131,7 +127,7 @@ def _print_fitting_columns(table: Table) -> None:
     from rich.table import Table as Grid
 
     # A file or a pipe is as wide as any row.
-    header, cells = _cells(table)
+    header, *cells = _cells(table)
     page = console.Console(
         width=None if sys.stdout.isatty() else 100_000,
         markup=False,
@@ -152,7 +148,7 @@ def _print_fitting_columns(table: Table) -> None:
                 min_width=min(len(name), 16),
             )
         for row, line in zip(table.rows, cells, strict=True):
-            style = "bold" if row is table.best else None
+            style = "bold" if row.rank == "1" else None
             grid.add_row(
                 *(cell for name, cell in zip(header, line, strict=True) if name in shown),
                 style=style if row.losses else "dim",
@@ -162,20 +158,13 @@ def _print_fitting_columns(table: Table) -> None:
     page.print(grid)
 
 
-def _cells(table: Table) -> tuple[list[str], list[list[str]]]:
+def _cells(table: Table) -> list[list[str]]:
     # The header and the rows as texts for a reader.
     compared = any(row.margin for row in table.rows)
     differences = ["from the best"] if compared else []
-    header = [
-        "#",
-        *table.short_names.values(),
-        "val loss",
-        *differences,
-        "bits/byte",
-        "params",
-        "status",
+    lines = [
+        ["#", *table.short_names.values(), "val loss", *differences, "bits/byte", "params", "status"]
     ]
-    cells = []
     for row in table.rows:
         params = row.costs["params"]
         line = [
@@ -187,12 +176,12 @@ def _cells(table: Table) -> tuple[list[str], list[list[str]]]:
             "–" if params is None else f"{params:,.0f}",
             row.status,
         ]
-        cells.append([sanitize_line(cell) for cell in line])
-    return [sanitize_line(name) for name in header], cells
+        lines.append(line)
+    return [[*map(sanitize_line, line)] for line in lines]
 
 
 def _write_text(file: Path, title: str, sentences: Sequence[str], table: Table) -> None:
-    header, cells = _cells(table)
+    header, *cells = _cells(table)
     lines = [
         f"| {' | '.join(map(_escape, line))} |" for line in (header, ["---"] * len(header), *cells)
     ]
@@ -231,7 +220,7 @@ def table_of_rows(table: Table) -> PlainTable:
         "status",
         "reason",
     ]
-    lines: list[list[object]] = [
+    return header, [
         [
             row.rank,
             *map(row.overrides.get, table.short_names),
@@ -247,7 +236,6 @@ def table_of_rows(table: Table) -> PlainTable:
         ]
         for row in table.rows
     ]
-    return header, lines
 
 
 def table_of_runs(table: Table) -> PlainTable:
@@ -263,20 +251,18 @@ def table_of_runs(table: Table) -> PlainTable:
         "reason",
         "folder",
     ]
-    lines: list[list[object]] = []
-    for row in table.rows:
-        lines += [
-            [
-                *map(row.overrides.get, table.short_names),
-                point.seed,
-                *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *COSTS)),
-                point.status,
-                point.reason,
-                point.folder,
-            ]
-            for point in row.points
+    runs = [(row, point) for row in table.rows for point in row.points]
+    return header, [
+        [
+            *map(row.overrides.get, table.short_names),
+            point.seed,
+            *map(point.totals.get, (*LOSS_NAMES.values(), "steps", *COSTS)),
+            point.status,
+            point.reason,
+            point.folder,
         ]
-    return header, lines
+        for row, point in runs
+    ]
 
 
 def write_csv(file: Path, header: Sequence[object], lines: Sequence[Sequence[object]]) -> None:
@@ -315,16 +301,16 @@ def publish(folder: Path, table: Table, wandb_config: DictConfig) -> None:
 
 def _with_numbers(header: list[str | int], lines: Sequence[Sequence[object]]) -> PlainTable:
     # A column of numbers has numbers, and None where a cell is empty; others have texts.
-    columns: list[Sequence[object]] = []
-    for column in zip(*lines, strict=True):
-        texts = [
-            "" if cell is None else str(cell).encode(errors="backslashreplace").decode()
-            for cell in column
-        ]
-        columns.append(texts)
-        with suppress(ValueError):
-            columns[-1] = [float(text) if text else None for text in texts]
+    columns = map(_numbers_or_texts, zip(*lines, strict=True))
     return header, [[*line] for line in zip(*columns, strict=True)]
+
+
+def _numbers_or_texts(column: Sequence[object]) -> Sequence[object]:
+    texts = ["" if cell is None else str(cell) for cell in column]
+    try:
+        return [float(text) if text else None for text in texts]
+    except ValueError:
+        return [text.encode(errors="backslashreplace").decode() for text in texts]
 
 
 def _full_name(table: Table, along: str) -> str:

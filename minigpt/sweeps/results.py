@@ -57,7 +57,7 @@ class Point:
         diverged: the training loss rose and stayed there: `has_diverged`.
         provenance_checksum: of the text and of the weights that the run started from.
         validated: the text that the losses are of, as in `Corpus.validated_part`.
-        validated_in_part: whether they are of some windows of this text.
+        validated_in_part: whether `eval_batches` limited the validation.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
 
@@ -151,7 +151,9 @@ def read_sweep(folder: Path) -> list[Point]:
         raise UserError(f"{folder} is not a folder; {advice}")
     folder = folder.resolve()
     if (folder / PLAN).exists():
-        points = with_shared(folder, *read_plan(folder))
+        fixed, planned = read_plan(folder)
+        shared = dict(override.partition("=")[::2] for override in fixed)
+        points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
     else:
         points = [
             Point(
@@ -190,7 +192,10 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
     """Write `sweep.json`: the overrides and settings that all points share, and each point."""
-    shared = _shared_settings(points)
+    composed = [point.settings for point in points if point.settings]
+    shared = composed[0] if composed else {}
+    for settings in composed[1:]:
+        shared = {k: v for k, v in shared.items() if repr(settings.get(k, ...)) == repr(v)}
     entries = []
     for point in points:
         own = {k: v for k, v in point.settings.items() if k not in shared}
@@ -207,35 +212,6 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
     write_json(folder / PLAN, {"fixed": list(fixed), "settings": shared, "points": entries})
 
 
-def with_shared(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> list[Point]:
-    """Return the points of a sweep as a report needs them: with the overrides that all share.
-
-    Points that did not compose have the settings that all others share, and those given.
-
-    Args:
-        folder: of the sweep, without links.
-    """
-    overrides = dict(override.partition("=")[::2] for override in fixed)
-    settings = _shared_settings(points)
-    return [
-        replace(
-            point,
-            folder=folder / point.folder.name,
-            overrides={**overrides, **point.overrides},
-            settings=point.settings or {**settings, **point.written},
-        )
-        for point in points
-    ]
-
-
-def _shared_settings(points: Sequence[Point]) -> Values:
-    composed = [point.settings for point in points if point.settings]
-    shared = composed[0] if composed else {}
-    for settings in composed[1:]:
-        shared = {k: v for k, v in shared.items() if repr(settings.get(k, ...)) == repr(v)}
-    return shared
-
-
 def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
@@ -247,12 +223,8 @@ def refresh(point: Point) -> Point:
         status = RUNNING
     measured = _read_or_warn(_measure, folder / METRICS)
     planned = _finite({"params": point.totals.get("params")})
-    totals = {**planned, **measured.pop("totals", {}), **_finite(summary)}
-    checksum = ""
-    if corpus := summary.get("corpus_sha256"):
-        weights = (summary.get("init_from") or {}).get("sha256")
-        checksum = provenance_checksum(corpus, weights, summary.get("resumed_from"))
-    in_part = summary.get("eval_batches") is not None  # of older versions
+    corpus = summary.get("corpus_sha256")
+    weights = (summary.get("init_from") or {}).get("sha256") if corpus else None
     # A new point, because nothing that an earlier attempt measured holds.
     return Point(
         folder,
@@ -261,26 +233,26 @@ def refresh(point: Point) -> Point:
         str(summary.get("reason") or ""),
         point.settings,
         point.planned_flops,
-        totals,
+        {**planned, **measured.pop("totals", {}), **_finite(summary)},
         rungs=point.rungs,
-        provenance_checksum=checksum,
+        provenance_checksum=provenance_checksum(corpus, weights, summary.get("resumed_from")),
         validated=str(summary.get("validated") or ""),
-        validated_in_part=summary.get("validated_share", 0 if in_part else 1) != 1,
+        validated_in_part=summary.get("eval_batches") is not None,
         **measured,
     )
 
 
 def provenance_checksum(
-    corpus: str, weights: Mapping[str, str] | None, resumed_from: str | None = None
+    corpus: str | None, weights: Mapping[str, str] | None, resumed_from: str | None = None
 ) -> str:
-    """Return a checksum of what a run was trained on and from.
+    """Return a checksum of what a run was trained on and from; empty if it is unknown.
 
     Args:
         corpus: checksum of the text.
         weights: checksums of the files of `init_from`.
         resumed_from: the checkpoint of `resume`.
     """
-    return sha256_json([corpus, weights, resumed_from])
+    return sha256_json([corpus, weights, resumed_from]) if corpus else ""
 
 
 def _measure(file: Path) -> Values:

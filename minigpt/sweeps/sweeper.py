@@ -45,7 +45,6 @@ from minigpt.sweeps.results import (
     provenance_checksum,
     read_plan,
     refresh,
-    with_shared,
     write_plan,
 )
 from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
@@ -403,10 +402,8 @@ class Grid(Sweeper):
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report  # imports numpy
 
-        points = [*self.points, *self._other_points()]
-        write_plan(self.folder, self.fixed, points)
-        points = with_shared(self.folder.resolve(), self.fixed, points)
-        table = report([self.folder], points=points)
+        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
+        table = report([self.folder])
         if self.wandb:
             publish(self.folder, table, self.wandb)
 

@@ -14,9 +14,8 @@ from sweep_folders import run_folder
 from minigpt.runs.run_config import use_outside_values
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import relevant_settings
-from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.ranking import numbers, ranked
 from minigpt.sweeps.results import NATS, Point, read_sweep
-from minigpt.sweeps.table import numbers
 
 
 def shown(points):

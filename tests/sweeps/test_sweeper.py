@@ -184,7 +184,8 @@ def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(p
 def test_a_sweep_reports_what_its_folder_holds_and_nothing_of_an_earlier_attempt(plan, monkeypatch):
     reported = []
     monkeypatch.setattr(
-        "minigpt.sweeps.report.report", lambda _, points: reported.append(ranked(points))
+        "minigpt.sweeps.report.report",
+        lambda folders: reported.append(ranked(read_sweep(*folders))),
     )
     line = ["optimizer=adamw,adamv", "seed=1,2", "max_steps=2", "+note=x"]
     for first_loss in (1.0, math.nan):  # of seed 2, which fails at its second step
