@@ -87,8 +87,8 @@ def _train_in_process(cfg: DictConfig) -> None:
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(cfg))
-        script = ROOT / "scripts" / "train.py"
-        code = subprocess.run([sys.executable, script, "--experimental-rerun", file]).returncode
+        line = [sys.executable, ROOT / "scripts/train.py", "--experimental-rerun", file]
+        code = subprocess.run(line).returncode
     if code:
         raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
 
@@ -275,8 +275,8 @@ class _Worker:
 
 
 def _init_worker(parent: "multiprocessing.connection.Connection[None, None]") -> None:
-    """Keep Ctrl-C from a worker process, and end it when its parent closes a pipe or is gone."""
-    # It has no streams if its parent was started without.
+    # Keep Ctrl-C from a worker process, and end it when its parent closes a pipe or is gone. It has
+    # no streams if its parent was started without.
     replace_dead_output(ends_script=False)
     # On Windows, Ctrl-C and Ctrl-Break go to all processes of the console; elsewhere they go to
     # the process group of the parent.

@@ -14,6 +14,11 @@ from minigpt.utils.moved import current
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
+_IRRELEVANT = re.compile(
+    r"[+~]*(pause_at|logger|originality|callbacks\.(originality|expectation))([./@=].*)?"
+    r"|resume=(None|null|auto)",
+    re.DOTALL,
+)
 
 
 def by_name(overrides: Sequence[str]) -> dict[str, str]:
@@ -65,9 +70,7 @@ def is_relevant(override: str) -> bool:
     So does `resume=` with a path. Callbacks that report results change none; `originality` is a
     name of earlier versions.
     """
-    reports = r"originality|callbacks\.(originality|expectation)"
-    irrelevant = rf"[+~]*(pause_at|logger|{reports})([./@=].*)?|resume=(None|null|auto)"
-    return not re.fullmatch(irrelevant, override, re.DOTALL)
+    return not _IRRELEVANT.fullmatch(override)
 
 
 def relevant_settings(settings: Any) -> dict[str, object]:

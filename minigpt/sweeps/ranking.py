@@ -119,8 +119,10 @@ def ranked(points: Sequence[Point]) -> Table:
     """
     unit = _unit(points)
     short = short_names(_names(points))
-    rows = _rows(points, unit, short)
-    rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
+    rows = sorted(
+        _rows(points, unit, short),
+        key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0),
+    )
     # Find the rows that are compared.
     reason = _incomparable(rows, unit)
     complete = [row for row in rows if not row.provisional]
@@ -134,9 +136,8 @@ def ranked(points: Sequence[Point]) -> Table:
     if comparison is not None:
         order = np.argsort(comparison.means, kind="stable")
         comparison = comparison.of_rows(order)
-        others = [row for row in rows if row not in compared]
         compared = [compared[i] for i in order]
-        rows = [*compared, *others]
+        rows = [*compared, *(row for row in rows if row not in compared)]
         _write_comparison(compared, comparison, unit)
     for rank, row in enumerate(rows, 1):
         if row.losses and not reason:
@@ -239,11 +240,11 @@ def _incomparable(rows: Sequence[Row], unit: str) -> str:
     parts = {point.validated: point.folder.name for point in validated}
     if len(parts) > 1:
         which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
-        whole = "; eval_batches=null validates on the whole split"
         in_part = any(point.validated_in_part for point in validated)
+        advice = "; eval_batches=null validates on the whole split" if in_part else ""
         return (
             f"The runs were validated on different texts ({which}), so their losses are not "
-            f"comparable{whole if in_part else ''}."
+            f"comparable{advice}."
         )
     for row in rows:
         completed = [

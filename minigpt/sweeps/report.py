@@ -6,11 +6,9 @@ imported when they are needed. Text from files is sanitized before it reaches a 
 
 import csv
 import os
-import re
 import sys
 import warnings
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -49,8 +47,8 @@ def report(
     """
     # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
-    found = chain.from_iterable(map(read_sweep, folders))
-    table = ranked(list({point.folder: point for point in found}.values()))
+    found = {point.folder: point for folder in folders for point in read_sweep(folder)}
+    table = ranked([*found.values()])
     if along is not None:
         along = _full_name(table, along)
     # The report of one sweep is written to its folder, under its name.
@@ -82,7 +80,22 @@ def _write_files(
     out.mkdir(parents=True, exist_ok=True)
     write_csv(out / TABLE, *table_of_rows(table))
     write_csv(out / RUNS, *table_of_runs(table))
-    _write_text(out / TEXT, title, sentences, table)
+    header, *cells = _cells(table)
+    lines = [
+        f"| {' | '.join(map(_escape, line))} |" for line in (header, ["---"] * len(header), *cells)
+    ]
+    text = [
+        f"# {_escape(sanitize_line(title))}",
+        "",
+        *(f"- {_escape(sentence)}" for sentence in sentences),
+        "",
+        f"![the runs of the sweep]({PLOT})",
+        "",
+        *lines,
+        "",
+    ]
+    with atomic_write(out / TEXT) as partial:
+        partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
     figure = sweep_figure(table, title=title, along=along)
     with (
         atomic_write(out / PLOT) as partial,
@@ -163,45 +176,35 @@ def _cells(table: Table) -> list[list[str]]:
     compared = any(row.margin for row in table.rows)
     differences = ["from the best"] if compared else []
     lines = [
-        ["#", *table.short_names.values(), "val loss", *differences, "bits/byte", "params", "status"]
+        [
+            "#",
+            *table.short_names.values(),
+            "val loss",
+            *differences,
+            "bits/byte",
+            "params",
+            "status",
+        ]
     ]
     for row in table.rows:
         params = row.costs["params"]
-        line = [
-            f"{row.rank}*" if row.rank and row.provisional else row.rank,
-            *map(row.value, table.short_names),
-            _format_loss(row, NATS, table.unit),
-            *([_format_difference(row)] if compared else []),
-            _format_loss(row, BITS, table.unit),
-            "–" if params is None else f"{params:,.0f}",
-            row.status,
-        ]
-        lines.append(line)
+        lines.append(
+            [
+                f"{row.rank}*" if row.rank and row.provisional else row.rank,
+                *map(row.value, table.short_names),
+                _format_loss(row, NATS, table.unit),
+                *([_format_difference(row)] if compared else []),
+                _format_loss(row, BITS, table.unit),
+                "–" if params is None else f"{params:,.0f}",
+                row.status,
+            ]
+        )
     return [[*map(sanitize_line, line)] for line in lines]
-
-
-def _write_text(file: Path, title: str, sentences: Sequence[str], table: Table) -> None:
-    header, *cells = _cells(table)
-    lines = [
-        f"| {' | '.join(map(_escape, line))} |" for line in (header, ["---"] * len(header), *cells)
-    ]
-    text = [
-        f"# {_escape(sanitize_line(title))}",
-        "",
-        *(f"- {_escape(sentence)}" for sentence in sentences),
-        "",
-        f"![the runs of the sweep]({PLOT})",
-        "",
-        *lines,
-        "",
-    ]
-    with atomic_write(file) as partial:
-        partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
 
 
 def _escape(text: str) -> str:
     # The characters that start HTML, links, images, code and cells in Markdown.
-    return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", text)
+    return text.translate({ord(each): f"\\{each}" for each in r"\`[]<>|"})
 
 
 def table_of_rows(table: Table) -> PlainTable:

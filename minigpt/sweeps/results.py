@@ -183,7 +183,7 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
     try:
         plan = read_json(folder / PLAN)
         points = [_planned(folder, plan["settings"], entry) for entry in plan["points"]]
-        return [str(override) for override in plan["fixed"]], points
+        return [*map(str, plan["fixed"])], points
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(
             f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one"

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import inf, isfinite, nan, prod
-from statistics import median
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -128,10 +127,13 @@ def _plot_lines(panel: Axes, table: Table, along: str) -> None:
             marker="o",
             capsize=3,
         )
-    panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({table.unit})")
     values = numbers(table.rows, along)
-    if values[0] > 0 and values[-1] >= 10 * values[0]:
-        panel.set_xscale("log")
+    is_wide = values[0] > 0 and values[-1] >= 10 * values[0]
+    panel.set(
+        xlabel=_escape(along),
+        ylabel=f"best validation loss ({table.unit})",
+        xscale="log" if is_wide else "linear",
+    )
     _finish(panel, [row.loss or 0.0 for row in shown])
 
 
@@ -243,7 +245,7 @@ def highest_converged(losses: Sequence[float]) -> float:
     Return the highest of all if most of them are equal.
     """
     best = min(losses)
-    limit = best + (5 * (median(losses) - best) or inf)
+    limit = best + (5 * (np.median(losses) - best) or inf)
     return max(loss for loss in losses if loss <= limit)
 
 

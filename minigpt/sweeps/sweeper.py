@@ -125,7 +125,7 @@ class Grid(Sweeper):
         with lock_sweep_dir(self.folder):
             self._read_line_and_folder(arguments)
             for batch in self.batches():
-                self._run(batch)
+                self.run(batch)
             self._report()
             # Print the command that completes paused runs, and fail if a run failed.
             paused = sum(point.status == PAUSED for point in self.points)
@@ -186,11 +186,9 @@ class Grid(Sweeper):
         # Parse the command line. resume=auto is of the sweep: runs that have begun resume, the
         # others start as the rest of the command says.
         params = [literal(f"{key}={value}", True) for key, value in self.params.items()]
-        typed = [argument for argument in arguments if argument != "resume=auto"]
-        named = by_name([*params, *typed])
-        complete = named
-        if is_planned({name.lstrip("+"): override for name, override in named.items()}):
-            complete = from_extras("swept_overrides")(named, self.cfg)
+        named = by_name([*params, *filter("resume=auto".__ne__, arguments)])
+        planned = is_planned({name.lstrip("+"): override for name, override in named.items()})
+        complete = from_extras("swept_overrides")(named, self.cfg) if planned else named
         parsed = OverridesParser.create(config_loader=self.composer.loader).parse_overrides(
             [*complete.values()]
         )
@@ -204,8 +202,8 @@ class Grid(Sweeper):
                 f"{self.folder} holds a sweep already; resume it with resume=auto, or "
                 f"{ANOTHER_FOLDER}"
             )
-        planned = read_plan(self.folder)[1] if files else []
-        existing = [point for point in planned if point.status != SKIPPED]
+        listed = read_plan(self.folder)[1] if files else []
+        existing = [point for point in listed if point.status != SKIPPED]
         # Separate the settings that this command or the sweep in the folder sweeps from the others.
         swept = set[str]().union(*[point.overrides for point in existing])
         self.axes = {
@@ -269,9 +267,8 @@ class Grid(Sweeper):
         try:
             cfg, _ = self.composer.compose(values)
             point = replace(point, settings=relevant_settings(cfg))
-            sized = cfg
-            if is_planned(cfg):
-                sized = from_extras("with_possible_sizes")(cfg, self.composer.overrides(values))
+            line = self.composer.overrides(values)
+            sized = from_extras("with_possible_sizes")(cfg, line) if is_planned(cfg) else cfg
             corpus, config, pretrained = load_parts(
                 RunConfig.from_hydra(sized, in_job=False),
                 self.composer.once,
@@ -310,28 +307,17 @@ class Grid(Sweeper):
             )
         return point
 
-    def _run(self, batch: Sequence[Point]) -> None:
-        """Run a batch of points: with `prune` to each rung, and the best of them on."""
+    def run(self, batch: Sequence[Point]) -> None:
+        """Run checked points: with `prune` to each rung, and the best of them on."""
         # Print which points are skipped.
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
-        # A search that resumes chooses its later points again, after the earlier ones have paused.
-        others = [] if self.compares_batches else self._other_points()
-        self._check_comparable(self.points + others)
         # Run them to their end; with pruning, those that continue after each rung.
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         if self.prune:
-            batch = from_extras("prune")(self, batch, others)
+            batch = from_extras("prune")(self, batch)
         self.launch(batch)
-
-    def _check_comparable(self, points: Sequence[Point]) -> None:
-        texts = {point.validated or self.texts.get(point.folder, "") for point in points} - {""}
-        if len(texts) > 1 and (self.prune or self.compares_batches):
-            raise UserError(
-                "pruning and searches need one validation text for all points, "
-                f"got {'; '.join(sorted(texts))}"
-            )
 
     def launch(self, batch: Sequence[Point], steps: Mapping[Path, int] | None = None) -> None:
         """Run points to their end, or some to steps at which they pause; print as each ends.
@@ -340,16 +326,16 @@ class Grid(Sweeper):
             steps: where points pause, by their folder; others do not run.
         """
         # Select those that are not there yet, the longest first: workers end at about one time.
+        ordered = sorted(batch, key=lambda point: -point.planned_flops)
         pending = [
-            point for point in batch if point.pending and (steps is None or point.folder in steps)
+            point for point in ordered if point.pending and (steps is None or point.folder in steps)
         ]
-        pending.sort(key=lambda point: -point.planned_flops)
         log(f"{len(pending)} of {len(batch)} to run")
         if not pending:
             return
         # List all points in the folder before the first run writes into it.
         update_latest_link(self.folder)
-        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
+        write_plan(self.folder, self.fixed, [*self.points, *self.other_points()])
         # Hand them to the launcher. Only launchers of minigpt use these attributes.
         ended = itertools.count(1)
 
@@ -359,8 +345,8 @@ class Grid(Sweeper):
                 write_failure(point.folder, failure)
             point = refresh(point)
             loss = point.loss(NATS)
-            seconds = f"{point.totals.get('seconds', 0):,.0f} s"
-            result = f", val loss {loss:.4f} after {seconds} of training" if loss else ""
+            seconds = point.totals.get("seconds", 0)
+            result = f", val loss {loss:.4f} after {seconds:,.0f} s of training" if loss else ""
             # Another command may have completed the run, which then did not fail.
             problem = point.reason or (failure if point.pending else "")
             reason = f": {problem}" if problem else ""
@@ -396,19 +382,23 @@ class Grid(Sweeper):
             "hydra.sweep.subdir": point.folder.name,
             "hydra.runtime.output_dir": point.folder.absolute(),
         }
-        own = [f"{key}={quote_override(folder)}" for key, folder in folders.items()]
-        return [*self.composer.overrides(point.overrides), *resume, *pause, *own]
+        return [
+            *self.composer.overrides(point.overrides),
+            *resume,
+            *pause,
+            *(f"{key}={quote_override(folder)}" for key, folder in folders.items()),
+        ]
 
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report  # imports numpy
 
-        write_plan(self.folder, self.fixed, [*self.points, *self._other_points()])
+        write_plan(self.folder, self.fixed, [*self.points, *self.other_points()])
         table = report([self.folder])
         if self.wandb:
             publish(self.folder, table, self.wandb)
 
-    def _other_points(self) -> list[Point]:
-        # The folder holds these besides those of this command.
+    def other_points(self) -> list[Point]:
+        """Return the points that the folder holds besides those of this command."""
         own = {point.identity for point in self.points}
         return [
             refresh(self.existing[identity]) for identity in self.existing if identity not in own

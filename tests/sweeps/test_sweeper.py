@@ -86,7 +86,7 @@ def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, mo
             super().launch(job_overrides, initial_job_idx)
 
     monkeypatch.setattr(
-        "minigpt.sweeps.report.report", lambda folders, points: locked.append(is_locked(*folders))
+        "minigpt.sweeps.report.report", lambda folders: locked.append(is_locked(*folders))
     )
     plan("seed=1,2", engine=Watched())
     with pytest.raises(KeyboardInterrupt):

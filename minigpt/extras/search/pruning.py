@@ -44,15 +44,17 @@ def rung_steps(cfg: DictConfig) -> list[int]:
     return [ceil(rung * cfg.max_steps / cfg.eval_every) * cfg.eval_every for rung in RUNGS]
 
 
-def prune(grid: Grid, batch: Sequence[Point], others: Sequence[Point]) -> list[Point]:
+def prune(grid: Grid, batch: Sequence[Point]) -> list[Point]:
     """Run a batch of points to each rung; return those that continue to their end.
 
-    Args:
-        others: points of the folder that the sweep does not run, but compares with.
-
     Raises:
-        UserError: rungs are at different fractions of max_steps.
+        UserError: points validate on different texts, or rungs are at different fractions of
+            max_steps.
     """
+    # A search that resumes chooses its later points again, after the earlier ones have paused; a
+    # grid compares its points with the others of its folder.
+    others = [] if grid.compares_batches else grid.other_points()
+    check_one_text(grid, [*grid.points, *others])
     _check_fractions([*grid.points, *others])
     kept = [*batch]
     for rung in range(len(RUNGS)):
@@ -64,6 +66,16 @@ def prune(grid: Grid, batch: Sequence[Point], others: Sequence[Point]) -> list[P
         grid.launch(kept, steps)
         kept = _continuing_of(kept, grid, others, rung)
     return kept
+
+
+def check_one_text(grid: Grid, points: Sequence[Point]) -> None:
+    """Raise UserError if points are, or will be, validated on different texts."""
+    texts = {point.validated or grid.texts.get(point.folder, "") for point in points} - {""}
+    if len(texts) > 1:
+        raise UserError(
+            "pruning and searches need one validation text for all points, "
+            f"got {'; '.join(sorted(texts))}"
+        )
 
 
 def _check_fractions(points: Sequence[Point]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from minigpt.extras.packages import import_extra
-from minigpt.extras.search.pruning import continuing, loss_at
+from minigpt.extras.search.pruning import check_one_text, continuing, loss_at
 from minigpt.sweeps.composition import values_of
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Grid
@@ -86,6 +86,10 @@ class Search(Grid):
             warn(
                 f"the search ends after {done} trials: {tries} tries found no other possible point"
             )
+
+    def run(self, batch: Sequence[Point]) -> None:
+        check_one_text(self, self.points)
+        super().run(batch)
 
     def _possible_trials(self, tries: int, seeds: Sequence[dict[str, str]]) -> Iterator[Any]:
         """Yield trials whose points, one per seed, are all possible; add these points."""
