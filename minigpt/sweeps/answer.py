@@ -9,8 +9,8 @@ import numpy as np
 from minigpt.runs.overrides import is_planned, quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
-from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
 from minigpt.sweeps.ranking import Row, Table, count_text, numbers, points_of
+from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
 from minigpt.utils.extras import from_extras
 from minigpt.utils.terminal import sanitize_line
 

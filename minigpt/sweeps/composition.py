@@ -20,8 +20,6 @@ from minigpt.runs.run_config import flat, normalize, use_outside_values
 from minigpt.sweeps.results import Point
 from minigpt.utils.errors import UserError
 
-_RECORDED = ("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname")
-
 
 class Composer:
     """Compose the configurations of the points of one sweep.
@@ -40,14 +38,14 @@ class Composer:
 
     def overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis."""
-        line = {name: str(override.input_line) for name, override in self.given.items()}
-        line |= {
-            name: f"{self.given[name].get_key_element()}={value}"
-            for name, value in values.items()
-            if name in line
-        }
+        line = [
+            f"{override.get_key_element()}={values[name]}"
+            if name in values
+            else override.input_line
+            for name, override in self.given.items()
+        ]
         # Links are resolved once, because they may move.
-        return self.once(complete_overrides, [*line.values()])
+        return self.once(complete_overrides, line)
 
     def compose(self, values: Mapping[str, str]) -> tuple[DictConfig, DictConfig]:
         """Compose the configuration of a point, as its job will, and the node of Hydra."""
@@ -137,5 +135,5 @@ def _hydra_settings(cfg: DictConfig) -> dict[str, object]:
     return {
         key: value
         for key, value in flat({"hydra": OmegaConf.to_container(cfg.hydra)})
-        if not key.startswith(_RECORDED)
+        if not key.startswith(("hydra.runtime.", "hydra.overrides.", "hydra.job.override_dirname"))
     }

@@ -14,11 +14,6 @@ from minigpt.utils.moved import current
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
-_IRRELEVANT = re.compile(
-    r"[+~]*(pause_at|logger|originality|callbacks\.(originality|expectation))([./@=].*)?"
-    r"|resume=(None|null|auto)",
-    re.DOTALL,
-)
 
 
 def by_name(overrides: Sequence[str]) -> dict[str, str]:
@@ -70,7 +65,12 @@ def is_relevant(override: str) -> bool:
     So does `resume=` with a path. Callbacks that report results change none; `originality` is a
     name of earlier versions.
     """
-    return not _IRRELEVANT.fullmatch(override)
+    return not re.fullmatch(
+        r"[+~]*(pause_at|logger|originality|callbacks\.(originality|expectation))([./@=].*)?"
+        r"|resume=(None|null|auto)",
+        override,
+        re.DOTALL,
+    )
 
 
 def relevant_settings(settings: Any) -> dict[str, object]:

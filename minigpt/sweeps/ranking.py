@@ -84,7 +84,7 @@ class Row:
         return self.overrides.get(name, "default")
 
     def label(self, without: str | None = None) -> str:
-        labels = [label for name, label in self.labels.items() if name != without]
+        labels = (label for name, label in self.labels.items() if name != without)
         return ", ".join(labels) or "defaults"
 
 
@@ -187,37 +187,35 @@ def _rows(points: Sequence[Point], unit: str, short: Mapping[str, str]) -> list[
     texts: dict[tuple[str, str], str | None] = {}
     rows = []
     for group in groups.values():
+        # What it is called: its settings, but for a group that was not given.
         known = {
             name: texts.setdefault((name, repr(group[0].value(name))), group[0].text(name))
             for name in short
         }
         overrides = {name: text for name, text in known.items() if text is not None}
-        rows.append(_row(group, unit, overrides, short))
+        labels = {key: f"{short[key]}={value}" for key, value in overrides.items()}
+        without_settings = "all runs" if len(group) > 1 else group[0].folder.name
+        # What its runs reached.
+        losses = {each: _distinct_losses(group, each) for each in LOSS_NAMES}
+        means = {each: _mean(of_seeds) for each, of_seeds in losses.items()}
+        statuses = Counter(point.status_text for point in group)
+        rows.append(
+            Row(
+                overrides=overrides,
+                labels=labels if short else {"": without_settings},
+                points=group,
+                losses=losses[unit],
+                n_seeds=len({point.seed for point in group if point.loss(unit) is not None}),
+                means=means,
+                loss=means[unit],
+                costs={cost: _mean_cost(group, cost) for cost in COSTS},
+                provisional=any(point.pending or point.loss(unit) is None for point in group),
+                status=group[0].status_text if len(statuses) == 1 else count_text(statuses),
+                diverged=any(point.diverged for point in group),
+                reason="; ".join(dict.fromkeys(point.reason for point in group if point.reason)),
+            )
+        )
     return rows
-
-
-def _row(
-    points: Sequence[Point], unit: str, overrides: Mapping[str, str], short: Mapping[str, str]
-) -> Row:
-    labels = {key: f"{short[key]}={value}" for key, value in overrides.items()}
-    name = "all runs" if len(points) > 1 else points[0].folder.name
-    losses = {each: _distinct_losses(points, each) for each in LOSS_NAMES}
-    means = {each: _mean(known) for each, known in losses.items()}
-    statuses = Counter(point.status_text for point in points)
-    return Row(
-        overrides=overrides,
-        labels=labels if short else {"": name},
-        points=points,
-        losses=losses[unit],
-        n_seeds=len({point.seed for point in points if point.loss(unit) is not None}),
-        means=means,
-        loss=means[unit],
-        costs={cost: _mean_cost(points, cost) for cost in COSTS},
-        provisional=any(point.pending or point.loss(unit) is None for point in points),
-        status=points[0].status_text if len(statuses) == 1 else count_text(statuses),
-        diverged=any(point.diverged for point in points),
-        reason="; ".join(dict.fromkeys(point.reason for point in points if point.reason)),
-    )
 
 
 def _distinct_losses(points: Sequence[Point], unit: str) -> list[float]:

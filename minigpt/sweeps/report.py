@@ -174,18 +174,8 @@ def _print_fitting_columns(table: Table) -> None:
 def _cells(table: Table) -> list[list[str]]:
     # The header and the rows as texts for a reader.
     compared = any(row.margin for row in table.rows)
-    differences = ["from the best"] if compared else []
-    lines = [
-        [
-            "#",
-            *table.short_names.values(),
-            "val loss",
-            *differences,
-            "bits/byte",
-            "params",
-            "status",
-        ]
-    ]
+    losses = ["val loss", "from the best", "bits/byte"] if compared else ["val loss", "bits/byte"]
+    lines = [["#", *table.short_names.values(), *losses, "params", "status"]]
     for row in table.rows:
         params = row.costs["params"]
         lines.append(

@@ -222,7 +222,6 @@ def refresh(point: Point) -> Point:
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
     measured = _read_or_warn(_measure, folder / METRICS)
-    planned = _finite({"params": point.totals.get("params")})
     corpus = summary.get("corpus_sha256")
     weights = (summary.get("init_from") or {}).get("sha256") if corpus else None
     # A new point, because nothing that an earlier attempt measured holds.
@@ -233,7 +232,11 @@ def refresh(point: Point) -> Point:
         str(summary.get("reason") or ""),
         point.settings,
         point.planned_flops,
-        {**planned, **measured.pop("totals", {}), **_finite(summary)},
+        {
+            **_finite({"params": point.totals.get("params")}),
+            **measured.pop("totals", {}),
+            **_finite(summary),
+        },
         rungs=point.rungs,
         provenance_checksum=provenance_checksum(corpus, weights, summary.get("resumed_from")),
         validated=str(summary.get("validated") or ""),

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.sweeps.ranking import Row, Table, count_text, loss_text, numbers, points_of
+from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend

@@ -235,8 +235,9 @@ class Grid(Sweeper):
 
     def _check_unchanged(self, point: Point) -> Point:
         # Of the overrides only the seed may be missing.
-        values = {name: point.overrides.get(name, point.seed) for name in self.axes}
-        cfg, _ = self.composer.compose(values)
+        cfg, _ = self.composer.compose(
+            {name: point.overrides.get(name, point.seed) for name in self.axes}
+        )
         before = {**point.settings, "seed": None}
         now = {**relevant_settings(cfg), "seed": None}
         changed = [
