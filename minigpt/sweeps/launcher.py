@@ -87,10 +87,13 @@ def _train_in_process(cfg: DictConfig) -> None:
     with handle_signals([signal.SIGTERM], lambda *_: None), TemporaryDirectory() as folder:
         file = Path(folder, "config.pickle")
         file.write_bytes(pickle.dumps(cfg))
-        line = [sys.executable, ROOT / "scripts/train.py", "--experimental-rerun", file]
-        code = subprocess.run(line).returncode
-    if code:
-        raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
+        ended = subprocess.run(
+            [sys.executable, ROOT / "scripts" / "train.py", "--experimental-rerun", file]
+        )
+    if ended.returncode:
+        raise RunError(
+            f"its process ended with exit code {ended.returncode}; see {LOG} in its folder"
+        )
 
 
 @contextmanager

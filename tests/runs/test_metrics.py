@@ -244,7 +244,6 @@ def test_a_summary_is_what_was_measured(run, loop):
         "seed": 7,
         "eval_batches": None,
         "validated": f"all {n_bytes:,} bytes of text {run.summary['validated'][-8:]}",
-        "validated_share": 1.0,
         "corpus": "text.txt",
         "init_from": None,
         "resumed_from": None,
