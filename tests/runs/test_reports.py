@@ -50,11 +50,11 @@ def test_callbacks_report_at_the_end_of_a_run_in_their_order(train, tmp_path, ca
     capsys.readouterr()
     summary = train(*short, "resume=auto", folder=folder).summary
     out, err = capsys.readouterr()
-    assert 300 < summary["noted"] <= 401
+    assert 15 <= summary["noted"] <= 21  # of 20 tokens
     printed = rf"\nvalidation loss .*\nlongest copy .*\nnoted            {summary['noted']} of "
     assert re.search(printed + r"completed\ntime ", out)
     copied = "50 characters, to see how much is copied"
-    assert f"sampling    400 tokens and {copied} and three cards; at most 10 s\n" in err
+    assert f"sampling    20 tokens and {copied} and three cards; at most 10 s\n" in err
     assert "warning: Failing failed: OSError: no cards" in err
 
 
