@@ -1,4 +1,4 @@
-"""The sentences of a sweep: each where it holds, and not where it does not."""
+"""The sentences of a sweep are true, and the comparisons behind them those of t-tests."""
 
 import itertools
 import re
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from minigpt.sweeps.answer import answer
+from minigpt.sweeps.comparison import FAMILY_ERROR, compare
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import Point
 
@@ -296,3 +298,244 @@ def test_equal_losses_have_no_effects():
     text = told(sweep(lambda *_: 2.0, noise=0.0))
     assert "nan" not in text
     assert "No effect of n_embd is found" in text
+
+
+SHAPES = (
+    {"n_embd": ("64", "128", "256"), "n_head": ("2", "4", "8")},
+    {"lr": ("0.0001", "0.001", "0.01", "0.1")},
+    {"n_layer": ("1", "2"), "act": ("gelu", "relu"), "dropout": ("0", "0.1")},
+)
+KINDS = ("no effect", "additive", "interaction", "one noisy row", "missing runs", "diverged rows")
+NUMBER = r"(\d+\.\d+)"
+PLACE = rf"at (.+?), (\S+) is worse than (\S+) by {NUMBER} ± {NUMBER}"
+
+
+class Constructed:
+    """A random sweep: the true mean loss of each row, and the runs that were drawn."""
+
+    def __init__(self, kind, rng):
+        self.axes = SHAPES[rng.integers(len(SHAPES))]
+        levels = [len(values) for values in self.axes.values()]
+        none = kind in ("no effect", "one noisy row")
+        effects = [np.zeros(n) if none else size(rng) * rng.normal(size=n) for n in levels]
+        self.true = 2 + sum(np.ix_(*effects))
+        self.true = self.true + (
+            size(rng) * rng.normal(size=levels) if kind == "interaction" else np.zeros(levels)
+        )
+        noise = np.full(levels, NOISE)
+        odd = tuple(map(rng.integers, levels))
+        noise[odd] *= 5 if kind == "one noisy row" else 1
+        self.diverged = odd if kind == "diverged rows" else None
+        of_seed = size(rng) * rng.normal(size=3)
+        points = []
+        for place in np.ndindex(*levels):
+            for seed in range(3):
+                missing = kind == "missing runs" and rng.random() < 0.1
+                if missing and rng.random() < 0.5:
+                    continue  # the row has fewer seeds
+                apart = abs(rng.normal()) + 1 if place == self.diverged else 0
+                loss = self.true[place] + of_seed[seed] + noise[place] * rng.normal() + apart
+                falls = np.cumsum([0, *abs(rng.normal(size=2))]) * 5 * NOISE
+                losses = loss + (falls if rng.random() < 0.2 else falls[::-1])  # a few overfit
+                known = {
+                    "curve": [*zip((100, 200, 300), losses, strict=True)],
+                    "totals": {"best_val_loss": loss},
+                }
+                known = (
+                    {"status": "failed"}
+                    if missing
+                    else known | {"status": "completed", "diverged": apart > 0}
+                )
+                values = [values[i] for values, i in zip(self.axes.values(), place, strict=True)]
+                overrides = dict(zip(self.axes, values, strict=True)) | {"seed": f"{seed}"}
+                points.append(Point(Path(f"{len(points)}"), overrides, **known))
+        self.table = ranked(points)
+        self.rows = self.table.rows
+        self.compared = [row for row in self.rows if row.margin is not None]
+
+    def mean(self, label=""):
+        """The true mean of the compared rows with some values, such as `n_embd=64, n_head=2`."""
+        wanted = set(label.split(", ")) - {""}
+        rows = [row for row in self.compared if wanted <= set(row.label().split(", "))]
+        at = [
+            [self.axes[name].index(value) for name, value in row.overrides.items()] for row in rows
+        ]
+        return np.mean([self.true[tuple(place)] for place in at])
+
+    def check(self, sentence):
+        """Return whether a sentence is true."""
+        for pattern, holds in self.checks.items():
+            if found := re.fullmatch(pattern, sentence):
+                return holds(self, *found.groups())
+        raise AssertionError(f"a sentence without a check: {sentence}")
+
+    def lowest(self, of, loss, label, seeds, rest):
+        best = self.rows[0]
+        provisional = [row for row in self.rows if row.provisional and row.losses]
+        assert (best.label(), len(best.losses)) == (label, int(seeds))
+        assert (f"{best.loss:.4f}", of == "The") == (loss, not provisional)
+        worse = [row for row in self.compared[1:] if not row.tied]
+        numbers = {
+            "The differences": 0,
+            "The difference": 0,
+            "There is": 0,
+            "Too few": 0,
+            "The other": 1,
+        }
+        first, second = rest.split()[:2]
+        said = len(self.compared) - 1 if first == "All" else numbers.get(f"{first} {second}", first)
+        assert len(worse) == int(said)
+        return all(self.mean(row.label()) > self.mean(label) for row in worse)
+
+    def matters(self, name, best, near, worse_by, margin, end, places):
+        true = self.mean(f"{name}={near}") - self.mean(f"{name}={best}")
+        ends = {"smallest": self.axes[name][0], "largest": self.axes[name][-1], None: best}
+        assert ends[end] == best  # a fact, without noise
+        assert end is None or (name, best) not in (("n_layer", "1"), ("dropout", "0"))
+        there = places is None or self.at_places(name, places)
+        return abs(true - float(worse_by)) <= float(margin) and true > 0 and there
+
+    def at_places(self, name, text):
+        differences = [
+            (
+                float(by),
+                float(margin),
+                self.mean(f"{where}, {name}={worse}") - self.mean(f"{where}, {name}={better}"),
+            )
+            for where, worse, better, by, margin in re.findall(PLACE, text)
+        ]
+        return len(differences) > 0 and all(
+            abs(true - by) <= margin and true > 0 for by, margin, true in differences
+        )
+
+    def no_effect(self, name, values, bound):
+        means = [self.mean(f"{name}={value}") for value in re.split(", | and ", values)]
+        return max(means) - min(means) < float(bound)
+
+    def within_noise(self, least):
+        return all(row.tied for row in self.compared[1:] if row.difference < float(least) - 1e-4)
+
+    def falling(self, label, end, best_end):
+        ends = {}
+        for row in self.compared:
+            # (seeds, 3)
+            curves = np.array([[loss for _, loss in point.curve] for point in row.points])
+            ends[row.label()] = np.minimum(curves.min(1), 2 * curves[:, 2] - curves[:, 1]).mean()
+        assert (f"{ends[label]:.4f}", f"{ends[self.compared[0].label()]:.4f}") == (end, best_end)
+        return ends[label] == min(ends.values())
+
+    def counts(self, n, failed):
+        statuses = [point.status for row in self.rows for point in row.points]
+        return (int(n), int(failed)) == (len(statuses), statuses.count("failed"))
+
+    def incomplete(self):
+        return len(self.compared) < self.true.size
+
+    checks = {
+        r"(The|Of the rows whose runs all completed, the) lowest mean loss is "
+        rf"{NUMBER} nats per token: (.*) "
+        r"\((\d) seeds?\)\. (.*)": lowest,
+        rf"(\w+) matters: (\S+) is better than (\S+) by {NUMBER} ± {NUMBER}(?: on average)?"
+        r"(?:; it is the (\w+) value, so the best may lie beyond)?(?:; but (.*))?\.": matters,
+        r"(\w+) matters, but no effect on average is found: (.*)\.": at_places,
+        rf"No effect of (\w+) is found: (.*) differ by less than {NUMBER}(?: on average)?; "
+        r"more seeds .*": no_effect,
+        rf"Differences from the best row below {NUMBER} are within the noise\.": within_noise,
+        rf"If losses fell on as in the last third of the training, (.*) would be at {NUMBER} "
+        r"after another third, "
+        rf"and the best row at {NUMBER}: longer runs may rank it first\.": falling,
+        r"1 row diverged: not compared\.": lambda self: self.diverged is not None,
+        r"Of (\d+) runs, (\d+) failed: rows without all their runs are not compared\.": counts,
+        r"The grid is incomplete, .*": incomplete,
+        r"With fewer than 3 seeds of a row, .*": lambda self: (
+            min(len(row.losses) for row in self.compared) < 3
+        ),
+    }
+
+
+def size(rng):
+    return rng.choice([0, 1, 3, 10]) * NOISE
+
+
+def false_claims(kind, n, seed=0):
+    """The share of n random sweeps with a false sentence."""
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    found = 0
+    for _ in range(n):
+        sweep = Constructed(kind, rng)
+        found += not all(map(sweep.check, answer(sweep.table)))
+    return found / n
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_most_5_percent_of_sweeps_have_a_false_sentence(kind):
+    assert false_claims(kind, 60) <= 0.05
+
+
+def synthetic(rng, means, *, seeds=3, of_seed=NOISE):
+    """Losses of a grid: means, an effect of each seed, and noise.  (*means.shape, seeds)"""
+    effects = rng.normal(size=seeds) * of_seed
+    return 2 + means[..., None] + effects + rng.normal(size=(*means.shape, seeds)) * NOISE
+
+
+def test_two_rows_are_compared_as_by_a_paired_t_test():
+    losses = synthetic(np.random.default_rng(0), np.array([0.0, 0.02]), seeds=5)
+    difference, margin = compare(losses).against(0)
+    expected = stats.ttest_rel(losses[1], losses[0]).confidence_interval(1 - FAMILY_ERROR)
+    assert (difference[1] - margin[1], difference[1] + margin[1]) == pytest.approx(
+        tuple(expected), rel=1e-6
+    )
+    assert (difference[0], margin[0]) == (0, 0)
+
+
+def test_the_interval_of_one_row_is_that_of_a_t_test():
+    losses = np.array([[2.0, 2.1, 2.4]])
+    low, high = stats.ttest_1samp(losses[0], 0).confidence_interval(0.95)
+    assert (compare(losses).means[0], compare(losses).interval[0]) == pytest.approx(
+        (losses.mean(), (high - low) / 2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)]
+)  # rows with all seeds
+def test_of_1000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
+    rng = np.random.default_rng(1)
+    found = []
+    for _ in range(1000):
+        losses = synthetic(rng, np.zeros(9), of_seed=of_seed)
+        losses[complete:, 1:] = np.nan
+        comparison = compare(losses)
+        difference, margin = comparison.against(int(np.argmin(comparison.means)))
+        found.append((difference > margin).any())
+    assert 0.003 < np.mean(found) <= 0.05
+
+
+def test_without_an_estimate_of_the_noise_there_is_no_comparison():
+    one_seed = [[2.0], [2.1]]
+    no_common_seed = [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]]
+    nothing_left = [[2.0, 2.1], [2.2, np.nan]]
+    assert {compare(np.array(losses)) for losses in (one_seed, no_common_seed, nothing_left)} == {
+        None
+    }
+
+
+def test_a_noisy_row_has_the_interval_of_its_own_noise():
+    losses = 2 + np.random.default_rng(2).normal(size=(9, 5)) * NOISE
+    losses[0] = [2.0, 2.3, 1.8, 2.2, 1.7]
+    margin = compare(losses).against(8)[1]
+    own = losses[0] - losses[1:].mean(0)  # the other rows have hardly any noise
+    expected = stats.ttest_1samp(own, 0).confidence_interval(1 - 2 * FAMILY_ERROR)
+    assert margin[0] == pytest.approx((expected.high - expected.low) / 2, rel=0.1)
+    assert margin[0] > 1.5 * margin[1:].max()
+
+
+def test_a_difference_of_7_times_the_noise_between_seeds_is_found_in_95_percent():
+    rng = np.random.default_rng(3)
+    found = []
+    means = np.zeros(9)
+    means[0] = -7 * NOISE
+    for _ in range(200):
+        difference, margin = compare(synthetic(rng, means)).against(0)
+        found.append(difference[1] > margin[1])
+    assert np.mean(found) >= 0.95

@@ -1,16 +1,33 @@
-"""A plan is made of settings, keeps those that the user gives, and fills the time."""
+"""A plan keeps the settings that the user gives, fills the time, and trains as a run."""
 
+import json
 import math
 import re
 import time
+from collections import Counter, defaultdict
 from contextlib import nullcontext
+from math import log
 
+import numpy as np
 import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from small_runs import column
 
+import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
-from minigpt.extras.planner.planned_sizes import given_settings
+from minigpt.extras.planner import planned_run
+from minigpt.extras.planner.ngram_model import ngram_losses
+from minigpt.extras.planner.planned_sizes import (
+    given_settings,
+    planned_heads,
+    with_possible_sizes,
+)
 from minigpt.model.config import GPTConfig
+from minigpt.runs.run import load_parts
+from minigpt.runs.run_config import RunConfig
+from minigpt.training.language_model import LanguageModel
 from minigpt.utils.errors import UserError
 
 
@@ -269,3 +286,247 @@ def test_too_little_text_or_time_is_an_error(plan, tmp_path):
     slow = r"minutes=1 end before the first step, of \d+\.\d+ s; give more minutes"
     with pytest.raises(UserError, match=slow):
         plan(seconds=4)  # less than a plan keeps for the start and the sample
+
+
+TEXT = planning.Text(1_000_000, 100_000, ngram=5, distinct_ngrams=100_000, ngram_loss=1.6)
+SIZES_GIVEN = """
+    model.n_head=3
+    model.n_embd=90
+    model.n_embd=96 model.n_head=3
+    model={n_head:5,dropout:0.1}
+    model.head_dim=24
+    model.head_dim=24 model.n_head=5
+    model.head_dim=6 model.n_embd=45
+    model.n_kv_head=3
+    model.n_kv_head=3 model.n_embd=90
+    model.n_kv_head=3 model.n_head=6
+    model.layer_repeats=3
+    model.layer_repeats=3 model.n_layer=6
+    model.n_layer=3
+    model.position=learned model.n_embd=45
+    ++model.n_head=7
+    model.n_embd=2
+    model=baby
+"""
+REFUSED = {
+    "model.n_embd=45": "model.n_embd must be a multiple of 2, got 45; use one, "
+    "or set model.head_dim too",
+    "model.n_embd=90 model.n_kv_head=2": "model.n_embd must be a multiple of 4, got 90",
+    "model.n_embd=128 model.n_head=3": "model.n_embd must be divisible by model.n_head=3, got 128",
+    "model.n_head=0": "model.n_head must be an integer ≥ 1, got 0",
+    "model.n_kv_head=0": "model.n_kv_head must be an integer ≥ 1, or null, got 0",
+    "model.layer_repeats=0": "model.layer_repeats must be an integer ≥ 1, got 0",
+    "model.layer_repeats=2 model.n_layer=3": "model.n_layer must be divisible by "
+    "model.layer_repeats=2, got 3",
+    "model.head_dim=7": "model.head_dim must be even with model.position=rope, got 7",
+    "model=nano model.n_head=3": "model.n_embd must be divisible by model.n_head=3, got 128",
+    "minutes=-1": "minutes must be a finite number > 0, or null, got -1",
+    "minutes=abc": "minutes must be a finite number > 0, or null, got abc",
+    "minutes='5'": "got 5; it is a text; write minutes=5 in a shell, or minutes: 5 in a file",
+    "trainer.devices=2": "trainer.devices must be 1 with minutes, which plans for one device",
+}
+
+
+def test_whole_numbers_in_any_notation_are_integers_for_a_plan(planned):
+    given = ["minutes=1", "model.n_embd=64.0", "model.layer_repeats=2.0", "data.batch_size=8.0"]
+    cfg = planned(*given)
+    sizes = with_possible_sizes(cfg, given).model
+    numbers = [cfg.model.n_embd, cfg.data.batch_size, sizes.n_embd, sizes.n_layer]
+    assert repr(numbers) == "[64, 8, 64, 2]"
+
+
+def test_heads_are_about_32_wide():
+    model = {"n_head": 4, "n_kv_head": None, "head_dim": None, "position": "rope"}
+    for n_embd, n_head in {30: 1, 40: 1, 90: 3, 96: 3, 128: 4, 200: 5}.items():
+        assert planned_heads({**model, "n_embd": n_embd}, {"model.n_embd"}, 64)[1] == n_head
+    assert planned_heads(model | {"n_embd": 1}, set(), 96) == (96, 3)
+
+
+@pytest.mark.parametrize("line", filter(None, map(str.strip, SIZES_GIVEN.splitlines())))
+def test_a_plan_around_given_sizes_is_an_architecture(mine, planned, line):
+    """With the given values and even heads; none is refused before the plan is made."""
+    overrides = [*mine, *line.split()]
+    cfg = planned(*overrides)
+    given = given_settings(overrides)
+    before = cfg.copy()
+    load_parts(RunConfig.from_hydra(with_possible_sizes(cfg, overrides)))
+    assert cfg == before
+    for size in planning.SIZES:
+        settings = planning.without(given, planning.shape(cfg, given, TEXT, *size))
+        model = planning.updated(cfg, settings).model
+        config = GPTConfig(**{**model, "vocab_size": 100})
+        assert config.head_width % 2 == 0 or config.position != "rope"
+        free = not given & {"model", *(f"model.{name}" for name in model)}
+        assert config.head_width == 32 or config.n_head == 1 or not free
+        for key in given:
+            if key.startswith("model."):
+                assert model[key[6:]] == cfg.model[key[6:]]
+        assert model == cfg.model or "model" not in given
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED.items(), ids=REFUSED)
+def test_settings_that_no_plan_can_have_are_refused(mine, planned, line, message):
+    overrides = [*mine, *line.split()]
+    with pytest.raises((UserError, HydraException), match=re.escape(message)):
+        load_parts(RunConfig.from_hydra(with_possible_sizes(planned(*overrides), overrides)))
+
+
+def witten_bell(train, val, vocab_size, longest):
+    losses, distinct = [], []
+    probabilities = [1 / vocab_size] * len(val)
+    for n in range(1, longest + 1):
+        followers = defaultdict(Counter)
+        for i in range(n - 1, len(train)):
+            followers[tuple(train[i - n + 1 : i])][train[i]] += 1
+        for i in range(n - 1, len(val)):
+            seen = followers.get(tuple(val[i - n + 1 : i]), Counter())
+            if total := seen.total():
+                probabilities[i] = (seen[val[i]] + len(seen) * probabilities[i]) / (
+                    total + len(seen)
+                )
+        losses.append(-sum(map(log, probabilities[longest - 1 :])) / (len(val) - longest + 1))
+        distinct.append(sum(map(len, followers.values())))
+    return losses, distinct
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 200_000])
+def test_ngram_losses_are_those_of_the_formula(vocab_size):
+    random = np.random.default_rng(0)
+    train, val = (random.zipf(1.5, n) % vocab_size for n in (3000, 700))
+    expected_losses, expected_counts = witten_bell(train.tolist(), val.tolist(), vocab_size, 5)
+    losses, distinct = ngram_losses(train.astype(np.uint32), val.astype(np.uint32), vocab_size, 5)
+    assert distinct == expected_counts
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+
+
+QUIET = ["callbacks.samples=null", "callbacks.originality=null", "callbacks.snapshots=null"]
+
+
+class Lost(LanguageModel):
+    def training_step(self, batch, batch_idx):
+        return 1 / 0 if batch_idx == 7 else super().training_step(batch, batch_idx)
+
+
+def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes(
+    mine, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(planning, "LEAST_STEPS", 10)  # so that a loss is expected
+    # 30 is no multiple of the n_head of nano
+    short = [*mine, *QUIET, "model.n_layer=1", "model.n_embd=30", "max_steps=10", "eval_every=5"]
+    command = [*short, "minutes=0.2", f"hydra.run.dir={tmp_path}/planned"]
+    file = tmp_path / "planned/plan.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.runs.fit.LanguageModel", Lost)
+        with pytest.raises(ZeroDivisionError):
+            minigpt.train(command)
+    # The plan is in a file, in the log and in the configuration
+    before = file.read_text(encoding="utf-8")
+    plan = json.loads(before)
+    assert list(plan) == ["settings", "expected_val_loss", "lines"]
+    printed = capsys.readouterr().err
+    assert all(line in printed for line in plan["lines"])
+    config = OmegaConf.load(tmp_path / "planned/.hydra/config.yaml")
+    assert {key: OmegaConf.select(config, key) for key in plan["settings"]} == plan["settings"]
+    # The run resumes with it, and reports the loss that it expects
+    summary = minigpt.train([*command, "resume=auto"])
+    assert file.read_text(encoding="utf-8") == before
+    assert (summary["steps"], summary["expected_val_loss"]) == (10, plan["expected_val_loss"])
+    loss, margin = plan["expected_val_loss"]
+    assert 0 < margin < loss
+    reached = f"{loss:.2f} ± {margin:.2f}, reached {summary['best_val_loss']:.3f}"
+    assert f"\nexpected         {reached}\ntime " in capsys.readouterr().out
+    # It is the run that has these settings without a plan
+    settings = [f"{key}={value}".replace("None", "null") for key, value in plan["settings"].items()]
+    groups = ["minutes=null", "model=planned", "optimizer=muon_fast"]
+    minigpt.train([*short, *groups, *settings, f"hydra.run.dir={tmp_path}/plain"])
+    for name in ("train_loss", "val_loss"):
+        assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
+    # A setting that is given takes the place of the planned one
+    file.write_text(json.dumps({**plan, "expected_val_loss": None}), encoding="utf-8")
+    summary = minigpt.train([*command, "resume=auto", "max_steps=11", "ema_decay=0.5"])
+    assert "expected_val_loss" not in summary
+    assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
+    file.write_text(before[:-9], encoding="utf-8")
+    with pytest.raises(UserError, match=r"plan\.json is damaged .*remove it to plan again"):
+        minigpt.train([*command, "resume=auto", "max_steps=22"])
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """The folder of a run in a sweep."""
+    (tmp_path / "sweep/0").mkdir(parents=True)
+    (tmp_path / "sweep/sweep.json").write_text("{}")
+    return tmp_path / "sweep/0"
+
+
+def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(
+    mine, planned, sweep, monkeypatch
+):
+    made = iter(range(100, 200))
+
+    def make_plan(*args, deadline):
+        settings = {"max_steps": next(made)}
+        return {"settings": settings, "expected_val_loss": [2.0, 0.5], "lines": []}
+
+    monkeypatch.setattr(planning, "make_plan", make_plan)
+    for line, steps in {
+        "seed=1": 100,
+        "seed=2": 100,
+        "seed=2 model.dropout=0.1": 101,
+        "seed=3 callbacks.originality.characters=500": 102,  # whose drawing takes time
+        "seed=1 resume=auto": 100,
+    }.items():
+        folder = sweep.with_name(line[:6])
+        folder.mkdir(exist_ok=True)
+        cfg = planned(*mine, *line.split())
+        settings, _ = planned_run.plan_overrides(cfg, folder, line.split(), 0.0)
+        assert settings["max_steps"] == steps
+        assert settings["callbacks.expectation"]["loss"] == 2.0
+
+
+def test_a_sweep_finds_the_plan_that_it_made_when_settings_had_other_names(
+    mine, planned, monkeypatch
+):
+    """The name of a shared plan is a checksum of settings, as earlier versions named them."""
+    hashed = []
+    monkeypatch.setattr(planned_run, "sha256_json", hashed.append)
+    for line in ([], ["callbacks.originality.characters=500"], ["callbacks=none"]):
+        planned_run._checksum(planned(*mine, *line))
+    for settings in hashed:
+        assert settings["optimizer._target_"] == "minigpt.optim.muon"
+        assert settings["schedule._target_"].startswith("minigpt.schedules.")
+        assert not [key for key in settings if key.startswith("callbacks.originality")]
+    assert [settings["originality"] for settings in hashed] == [20_000, 500, None]
+
+
+def test_a_plan_that_is_refused_is_not_written_for_the_runs_that_share_it(mine, sweep, monkeypatch):
+    planned_length = planning.length
+    wrong = {}
+    monkeypatch.setattr(planning, "step_seconds", lambda *_, **__: 0.01)
+    monkeypatch.setattr(planning, "length", lambda *args: planned_length(*args) | wrong)
+    for key, value, message in (
+        ("ema_decay", 1.0, r"^ema_decay must be .*, got 1\.0"),
+        ("model.n_embd", 33, r"^model\.head_dim must be even with model\.position=rope, got 33"),
+        ("model.block_size", 10**6, "^the training split has 18000 tokens, but a window needs"),
+    ):
+        wrong.clear()
+        wrong[key] = value
+        with pytest.raises(UserError, match=message):
+            minigpt.train([*mine, "model.n_layer=1", "model.n_head=1", f"hydra.run.dir={sweep}"])
+        assert [*sweep.parent.glob(".plan-*.json")] == []
+
+
+def test_several_processes_have_no_plan(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(planned_run, "launcher_sizes", lambda: (1, 2))
+    with pytest.raises(UserError, match="minutes plans for one process; set max_steps instead"):
+        minigpt.train([*mine, f"hydra.run.dir={tmp_path}/run"])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_planned_for_two_characters_trains(mine, text, tmp_path):
+    (tmp_path / "mine.txt").write_text("ox")
+    texts = [f"data.path={tmp_path}/mine.txt", f"data.val_path={text}"]
+    size = ["model.n_layer=1", "model.n_embd=32", "max_steps=2"]
+    summary = minigpt.train([*mine, *texts, *size, *QUIET, f"hydra.run.dir={tmp_path}/run"])
+    assert (summary["status"], summary["steps"]) == ("completed", 2)
+    assert 0 < summary["best_val_loss"] < math.inf
