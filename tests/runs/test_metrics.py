@@ -76,7 +76,10 @@ def set_peak_flops():
     metrics.PEAK_FLOPS[metrics.device_name(torch.device("cpu"))] = 1e12
 
 
-@pytest.fixture(scope="session", params=RANKS)
+@pytest.fixture(
+    scope="session",
+    params=["one", "fsdp", pytest.param("ddp", marks=[pytest.mark.slow, pytest.mark.ci])],
+)
 def run(request, given, once):
     """A run in one process, and in two as torchrun starts them."""
     ranks = "0" if request.param == "one" else "01"
@@ -119,7 +122,8 @@ def loop(given):
     file = Path(given[-1].removeprefix("data.path="))
     text = file.read_text(encoding="utf-8")
     ids = torch.tensor([sorted(set(text)).index(character) for character in text])
-    train, val = ids[:2400], ids[2400:]
+    train = ids[:2400]
+    val = ids[2400:]
     torch.manual_seed(7)
     model = GPT(GPTConfig(**SHAPE, vocab_size=len(set(text)))).double()
     matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
@@ -163,7 +167,8 @@ def loop(given):
 
 
 def test_rows_are_what_a_plain_loop_computes(run, loop):
-    train, val = ([row for row in run.rows if row[name]] for name in ("train_loss", "val_loss"))
+    train = [row for row in run.rows if row["train_loss"]]
+    val = [row for row in run.rows if row["val_loss"]]
     assert [row["step"] for row in train] == [row["step"] for row in val] == ["5", "10", "12"]
     for row, before in zip(train, (0, 5, 10), strict=True):
         step = int(row["step"])
@@ -174,11 +179,10 @@ def test_rows_are_what_a_plain_loop_computes(run, loop):
         assert int(row["tokens"]) == step * 2 * 8 * 16
         assert row["val_loss"] == row["val_bits_per_byte"] == ""
     for row in val:
-        step, rel = int(row.pop("step")), max(run.rel, 1e-6)  # summed up in 32 bits
+        step = int(row.pop("step"))
         expected = {"val_loss": loop.val[step], "val_bits_per_byte": loop.bits[step]}
-        assert {name: float(value) for name, value in row.items() if value} == pytest.approx(
-            expected, rel=rel
-        )
+        found = {name: float(value) for name, value in row.items() if value}
+        assert found == pytest.approx(expected, rel=max(run.rel, 1e-6))  # summed up in 32 bits
 
 
 def test_speeds_are_those_of_the_clock_beside_them(run, loop):
@@ -201,14 +205,12 @@ def test_speeds_are_those_of_the_clock_beside_them(run, loop):
 
 
 def test_a_summary_is_what_was_measured(run, loop):
-    best, rel = min(loop.val, key=loop.val.get), max(run.rel, 1e-6)
-    seconds, wall = run.summary["seconds"], run.summary["wall_seconds"]
-    assert (
-        float([row["seconds"] for row in run.rows if row["seconds"]][-1])
-        <= seconds
-        < wall
-        < run.wall
-    )
+    best = min(loop.val, key=loop.val.get)
+    rel = max(run.rel, 1e-6)
+    seconds = run.summary["seconds"]
+    wall = run.summary["wall_seconds"]
+    last = [row["seconds"] for row in run.rows if row["seconds"]][-1]
+    assert float(last) <= seconds < wall < run.wall
     commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
     git = [
         subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
@@ -272,15 +274,11 @@ def mine(given, tmp_path):
 
 def test_a_validation_loss_that_is_nan_ends_the_run(mine, tmp_path):
     """Of a single step: the loss before it is finite."""
-    diverging = ["max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"]
     with pytest.raises(RunError, match="at step 1 "):
-        minigpt.train([*mine, *diverging])
+        minigpt.train([*mine, "max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"])
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
-    assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == (
-        "failed",
-        None,
-        None,
-    )
+    found = [summary[name] for name in ("status", "checkpoint", "best_val_loss")]
+    assert found == ["failed", None, None]
 
 
 def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(

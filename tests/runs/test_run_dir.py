@@ -6,7 +6,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,16 +73,31 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
         assert set(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
-def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
-    folder = finished_run(tmp_path, "first")
-    (folder / file).write_text("precious")
-    with (
-        pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"),
-        run_dir.lock_run_dir(folder),
-    ):
-        (folder / file).write_text("overwritten")
-    assert (folder / file).read_text(encoding="utf-8") == "precious"
+def files(folder):
+    """All files and folders by their path, with the contents of the files."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+OTHERS = ["log.txt", "samples.txt", "metrics.csv", "plan.json", "attention/step-1.png"]
+HYDRA = [".hydra/config.yaml", ".hydra/hydra.yaml", "metrics.csv"]  # of another program
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("names", "held"),
+    [*(([name], name.partition("/")[0]) for name in OTHERS), (HYDRA, ".hydra")],
+)
+def test_a_run_does_not_begin_in_a_folder_with_files_that_it_would_change(
+    tmp_path, names, held, resume
+):
+    for name in ["notes.txt", *names]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
+    before = files(tmp_path)
+    error = f"already holds {held}; .*hydra.run.dir="
+    with pytest.raises(UserError, match=error), run_dir.lock_run_dir(tmp_path, resume=resume):
+        run_dir.truncate_logs(tmp_path, 0)
+    assert files(tmp_path) == before
 
 
 def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_path):
@@ -116,11 +130,6 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_wa
     assert (tmp_path / "runs/latest").resolve() == first
 
 
-def files(folder):
-    """All files and folders by their path, with the contents of the files."""
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
 def test_a_refused_start_leaves_a_folder_of_the_user_as_it_was(call, tmp_path):
     missing = "data.path=missing.txt"
     for held, error in {
@@ -139,34 +148,6 @@ def test_a_refused_start_leaves_a_folder_of_the_user_as_it_was(call, tmp_path):
     with pytest.raises(UserError, match=missing):
         minigpt.train(["hydra.run.dir=new/folders", missing, "data=text"])  # those of the run go
     assert len(list(tmp_path.iterdir())) == 3
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    "name", ["log.txt", "samples.txt", "metrics.csv", "plan.json", "attention/step-1.png"]
-)
-def test_a_run_does_not_begin_in_a_folder_with_files_of_the_user_that_it_would_change(
-    tmp_path, name, resume
-):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("precious")
-    (tmp_path / "notes.txt").write_text("precious")
-    before = files(tmp_path)
-    error = f"already holds {Path(name).parts[0]}; choose another folder with hydra.run.dir="
-    with pytest.raises(UserError, match=error), run_dir.lock_run_dir(tmp_path, resume=resume):
-        run_dir.truncate_logs(tmp_path, 0)
-    assert files(tmp_path) == before
-
-
-def test_a_run_does_not_resume_in_a_folder_of_another_program_with_hydra(tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    for name in (".hydra/config.yaml", ".hydra/hydra.yaml", "metrics.csv"):
-        (tmp_path / name).write_text("precious")
-    before = files(tmp_path)
-    error = "already holds .hydra; choose another folder"
-    with pytest.raises(UserError, match=error), run_dir.lock_run_dir(tmp_path, resume=True):
-        run_dir.truncate_logs(tmp_path, 0)
-    assert files(tmp_path) == before
 
 
 def test_a_folder_that_is_named_by_the_day_is_resumed_and_kept(tmp_path):
@@ -207,8 +188,8 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(
 
 def test_processes_that_choose_a_folder_at_once_choose_different_ones(tmp_path):
     setup_globals()  # the resolver `now`
+    settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:%S one}}"}) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        settings = [OmegaConf.create({"dir": f"{tmp_path}/${{now:%S one}}"}) for _ in range(8)]
         assert len({*pool.map(run_dir.make_folder, settings)}) == 8
     assert {str(path) for path in tmp_path.iterdir()} == {each.dir for each in settings}
 
@@ -226,63 +207,31 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["a" * 255, "訓" * 85, "𠀋" * 63], ids=["1 byte", "3 bytes", "4 bytes"]
-)
-def test_a_file_of_the_longest_name_is_written(tmp_path, name):
-    with atomic_write(tmp_path / name) as partial:
-        partial.write_text("fox")
-    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [
-        (name, "fox")
-    ]
-
-
-def test_metrics_are_read_as_they_were_written(tmp_path):
-    file, expected = tmp_path / "metrics.csv", {}
-    rows = [
-        (1, {"train_loss": 0.1 + 0.2, "tokens": 768}),
-        (1, {"val_loss": 1e-17}),
-        (2, {"train_loss": 3.25, "tokens": 1536, "learning_rate": 6e-4}),
-        (2, {"lr-AdamW": 0.1, "val_loss": 2.0}),  # of another callback: a column that appears later
-        (3, {"train_loss": 1.0, "epoch": 0}),
-    ]
-    for step, metrics in rows:
-        append_metrics(file, metrics, step)
-        for name, value in metrics.items():
-            expected.setdefault(name, []).append((step, value))
-        assert read_metrics(file) == expected  # on disk as soon as it is measured
-    assert len(file.read_text(encoding="utf-8").splitlines()) == 6  # one header
-
-
 LINES = ("two\nlines", "two\r\nlines", "mac\rline")
 
 
 @pytest.mark.parametrize("name", ["acc,top5", 'a"b', '"quoted"', " spaced", "é", *LINES])
 def test_a_metric_of_any_name_is_read_by_every_reader_of_csv(tmp_path, name):
     file = tmp_path / "metrics.csv"
+    expected = {"train_loss": [], name: [], "val_loss": []}
     for step in (1, 2, 3):
-        append_metrics(file, {"train_loss": 4.0 - step}, step)
-        append_metrics(file, {name: 0.5 * step, "val_loss": 3.0}, step)
-    expected = {
-        "train_loss": [(1, 3.0), (2, 2.0), (3, 1.0)],
-        name: [(1, 0.5), (2, 1.0), (3, 1.5)],
-        "val_loss": [(1, 3.0), (2, 3.0), (3, 3.0)],
-    }
-    assert read_metrics(file) == expected
+        for metrics in ({"train_loss": 1 / step}, {name: 0.5 * step, "val_loss": 1e-17}):
+            append_metrics(file, metrics, step)
+            for metric, value in metrics.items():
+                expected[metric].append((step, value))
+        assert read_metrics(file) == expected  # on disk as soon as it is measured
     with open(file, newline="", encoding="utf-8") as opened:
-        assert [float(row[name]) for row in csv.DictReader(opened, strict=True) if row[name]] == [
-            0.5,
-            1.0,
-            1.5,
-        ]
+        column = [row[name] for row in csv.DictReader(opened, strict=True)]
+    assert [float(value) for value in column if value] == [0.5, 1.0, 1.5]
     assert pandas.read_csv(file)[name].dropna().tolist() == [0.5, 1.0, 1.5]
     with open(file, "a", encoding="utf-8") as opened:
         opened.write('3,"')  # of a killed run
     assert read_metrics(file) == expected
     truncate_metrics(file, 2)
     assert read_metrics(file) == {column: points[:2] for column, points in expected.items()}
-    append_metrics(file, {name: 7.0, "train_loss": 1.0}, 4)
+    append_metrics(file, {name: 7.0, "tokens": 768}, 4)
     assert read_metrics(file)[name] == [(1, 0.5), (2, 1.0), (4, 7.0)]
+    assert read_metrics(file)["tokens"] == [(4, 768)]  # a column that appears later
 
 
 def test_a_quote_in_a_damaged_row_swallows_no_other(tmp_path, capsys):
@@ -315,19 +264,17 @@ def test_a_short_run_has_its_best_loss_in_the_legend_where_no_frame_cuts_it(tmp_
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     (tmp_path / "metrics.csv").write_text("step,val_loss\n1,2.5\n")
     plot_curves(tmp_path, {"best_val_loss": 2.5, "best_step": 1})
-    (losses, _) = drawn[0].axes
-    assert [text.get_text() for text in losses.get_legend().get_texts()] == [
-        "validation",
-        "best 2.5000",
-    ]
+    losses = drawn[0].axes[0]
+    texts = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert texts == ["validation", "best 2.5000"]
     assert not losses.texts
 
 
 def test_the_summary_is_written_as_json(tmp_path):
     summary = {"best_val_loss": 2.55, "best_step": 50, "status": "completed", "checkpoint": None}
     run_dir.write_summary(tmp_path, summary)
-    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
     assert run_dir.completed_summary(tmp_path, 100, 100) == summary
     assert run_dir.completed_summary(tmp_path, 99, 100) is None
     run_dir.write_failure(tmp_path, "lost")

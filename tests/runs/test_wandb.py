@@ -94,21 +94,21 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
     variables = {name for name in os.environ if name.startswith("WANDB_")}
     mine = wandb.init(mode="offline", dir=tmp_path, project="mine", name="mine", config={"rate": 7})
     wandb.log({"before": 1})
+    # A run, and the summary of a sweep
+    short = ["logger=wandb", "max_steps=2", "callbacks.snapshots=null"]
+    train(*short, "logger.wandb.project=fox", folder=tmp_path / "run")
+    assert wandb.run is mine
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / PLAN).touch()
     Image.new("RGB", (1, 1)).save(tmp_path / "sweep/sweep.png")
-    for folder in ("first", "second"):
-        train("logger=wandb", "max_steps=2", "logger.wandb.project=fox", folder=tmp_path / folder)
-        assert wandb.run is mine
     noted = composed("logger=wandb", r"+logger.wandb.notes='of \${seed}'")
     points = [Point(tmp_path / "sweep/0", {"lr": "0.1"}, "completed")]
     publish(tmp_path / "sweep", ranked(points), noted.logger.wandb)
-    assert {name for name in os.environ if name.startswith("WANDB_")} - variables == {
-        "WANDB_SERVICE"
-    }
+    after = {name for name in os.environ if name.startswith("WANDB_")}
+    assert after - variables == {"WANDB_SERVICE"}
     wandb.log({"after": 2})
     mine.finish()
-
+    # The files of that of the user
     records = wandb_records(tmp_path)
     items = [record["item"] for record in contents(records, "history")]
     history = [{name: row[name] for name in row if name[0] != "_"} for row in items]
@@ -117,19 +117,20 @@ def test_a_run_of_the_user_goes_on_beside_those_of_minigpt_which_have_their_own_
     assert (run["run_id"], run["project"], run["display_name"]) == ("users", "mine", "mine")
     assert "n_embd" not in json.dumps([run, contents(records, "config")])
     assert [record["exit_code"] for record in contents(records, "exit")] == [0]
+    # Those of minigpt
+    expected = {
+        "run": ("fox", "run", "", "train_loss"),
+        "sweep": ("minigpt", "sweep summary", "of ${seed}", "answer"),
+    }
     ids = {"users"}
-    for folder in ("second", "sweep"):
+    for folder, (project, name, notes, logged) in expected.items():
         records = wandb_records(tmp_path / folder)
         (run,) = contents(records, "run")
-        expected = ("minigpt", "sweep summary") if folder == "sweep" else ("fox", folder)
-        assert (run["project"], run["display_name"]) == expected
-        assert run.get("notes", "") == ("of ${seed}" if folder == "sweep" else "")
+        assert (run["project"], run["display_name"], run.get("notes", "")) == (project, name, notes)
         assert len(contents(records, "exit")) == 1
-        logged = "answer" if folder == "sweep" else "train_loss"
         assert logged in json.dumps([contents(records, "history"), contents(records, "summary")])
         ids.add(run["run_id"])
-    (first,) = tmp_path.glob("first/wandb/offline-run-*/run-*.wandb")
-    assert len({*ids, first.stem}) == 4
+    assert len(ids) == 3
 
 
 @pytest.mark.usefixtures("logged_out")
@@ -194,15 +195,12 @@ def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):
             folder = sweep / run / f"wandb/offline-run-20260101_00000{second}-abc"
             folder.mkdir(parents=True)
             (folder / "run-abc.wandb").touch()
-    for parts in (2, 6):
-        command = sync_command(sweep).replace(
-            "wandb sync", f"{sys.executable} -m wandb sync --dry-run"
-        )
-        output = subprocess.run(
-            command, shell=True, cwd=tmp_path, capture_output=True, encoding="utf-8", check=True
-        )
-        assert output.stderr.count("offline-run-") == parts
-        (sweep / "sweep.json").touch()
+    (sweep / PLAN).touch()
+    dry = f"{sys.executable} -m wandb sync --dry-run"
+    command = sync_command(sweep).replace("wandb sync", dry)
+    options = {"shell": True, "cwd": tmp_path, "capture_output": True, "encoding": "utf-8"}
+    output = subprocess.run(command, check=True, **options)
+    assert output.stderr.count("offline-run-") == 6
 
 
 @pytest.mark.slow
@@ -243,31 +241,20 @@ def start_and_finish(folder, *options):
 
 def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")  # which the command line overrides
-    more = [
-        "wandb.project=p",
-        "wandb.entity=e",
-        "wandb.group=g",
-        "wandb.tags=[t]",
-        "wandb.name=n",
-        "wandb.timeout=20",
-    ]
-    for given in (
-        [*more, "+wandb.id=fox-run-1", "+wandb.resume=must"],
-        [],
-    ):  # the id is that of the folder
-        logger = logger_of(os.path.relpath(tmp_path), "+wandb.mode=offline", *given)
+    more = ["project=p", "entity=e", "group=g", "tags=[t]", "name=n", "timeout=20"]
+    given = [f"wandb.{option}" for option in more] + ["+wandb.id=fox-run-1", "+wandb.resume=must"]
+    default = ("minigpt", None, None, None, tmp_path.name)
+    for options, resume, names, seconds in (
+        (given, "must", ("p", "e", "g", ("t",), "n"), (6, 6, 20)),
+        ([], "allow", default, (3, 3, 10)),  # the id is that of the folder
+    ):
+        logger = logger_of(os.path.relpath(tmp_path), "+wandb.mode=offline", *options)
         found = logger.experiment.settings
-        assert (found.run_id, found.resume, found.mode) == (
-            "fox-run-1",
-            "must" if given else "allow",
-            "offline",
-        )
-        names = found.project, found.entity, found.run_group, found.run_tags, found.run_name
-        assert names == (
-            ("p", "e", "g", ("t",), "n") if given else ("minigpt", None, None, None, tmp_path.name)
-        )
-        waits = found.init_timeout, found.login_timeout, found.finish_timeout
-        assert waits == pytest.approx((6, 6, 20) if given else (3, 3, 10))
+        assert (found.run_id, found.resume, found.mode) == ("fox-run-1", resume, "offline")
+        shown = (found.project, found.entity, found.run_group, found.run_tags, found.run_name)
+        assert shown == names
+        waits = (found.init_timeout, found.login_timeout, found.finish_timeout)
+        assert waits == pytest.approx(seconds)
         logger.finish({})
         monkeypatch.chdir(tmp_path.parent)  # wandb's own process stays where it was
     assert contents(wandb_records(tmp_path, -1), "exit")
@@ -306,29 +293,13 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
     # Of `wandb init`
     (tmp_path / "wandb/settings").write_text("[default]\nproject = of-file\nentity = of-file\n")
     assert names("file")[:-1] == ("file", "of-file", "of-file", None, None, None, None)
-    variables = {
-        "NAME": "n",
-        "PROJECT": "p",
-        "ENTITY": "e",
-        "RUN_GROUP": "g",
-        "JOB_TYPE": "j",
-        "NOTES": "o",
-    }
-    variables |= {"TAGS": "a,b", "RUN_ID": "fox"}
-    for name, value in variables.items():  # though the client runs
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    variables = "NAME=n PROJECT=p ENTITY=e RUN_GROUP=g JOB_TYPE=j NOTES=o TAGS=a,b RUN_ID=fox"
+    for variable in variables.split():  # though the client runs
+        monkeypatch.setenv(*f"WANDB_{variable}".split("="))
     assert names("variables") == ("n", "p", "e", "g", "j", "o", ("a", "b"), "fox")
     (record,) = contents(wandb_records(tmp_path / "variables"), "run")
-    written = {
-        "display_name": "n",
-        "project": "p",
-        "entity": "e",
-        "run_group": "g",
-        "job_type": "j",
-        "notes": "o",
-    }
-    written |= {"tags": ["a", "b"], "run_id": "fox"}
-    assert written == {name: record[name] for name in written}
+    written = ["display_name", "project", "entity", "run_group", "job_type", "notes", "tags", "run_id"]
+    assert [record[name] for name in written] == [*"npegjo", ["a", "b"], "fox"]
     given = """
         wandb.name=N wandb.project=P wandb.entity=E wandb.group=G
         +wandb.job_type=J +wandb.notes=O wandb.tags=[c] +wandb.id=3
@@ -336,11 +307,13 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
     assert names("line", *given.split()) == ("N", "P", "E", "G", "J", "O", ("c",), "3")
     # The id of the variable, not that of the folder
     assert names("line", "wandb.tags=[]")[6:] == ((), "fox")
-
-    other = {"RESUME": "must", "CONSOLE": "wrap", "SILENT": "false", "HOST": "h"}
-    ignored = {"DIR": str(tmp_path / "elsewhere"), "USE_DOT_WANDB": "true", "INIT_TIMEOUT": "99"}
-    for name, value in (other | ignored).items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    # Others, and those that are ignored
+    other = f"""
+        RESUME=must CONSOLE=wrap SILENT=false HOST=h
+        DIR={tmp_path}/elsewhere USE_DOT_WANDB=true INIT_TIMEOUT=99
+    """
+    for variable in other.split():
+        monkeypatch.setenv(*f"WANDB_{variable}".split("="))
     found = start_and_finish(tmp_path / "other")
     assert (found.resume, found.console, found.silent, found.host) == ("must", "wrap", False, "h")
     assert (found.wandb_dir, found.init_timeout) == (str(tmp_path / "other/wandb"), 3)
@@ -375,8 +348,9 @@ def test_wandb_offline_and_disabled_overrule_a_key_and_contact_no_server(
 
 def test_runs_of_a_sweep_have_its_group_and_tag_whatever_its_name(tmp_path, monkeypatch):
     name = "it's a b, c=[$HOME] é"
-    for folder in (sweep := tmp_path / name, job := sweep / "seed=1"):
-        folder.mkdir()
+    sweep = tmp_path / name
+    job = sweep / "seed=1"
+    job.mkdir(parents=True)
     (sweep / PLAN).touch()
 
     def names(folder, **options):
