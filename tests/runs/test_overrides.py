@@ -52,8 +52,8 @@ TEXTS = [
 
 def parsed(*overrides):
     """Return the value that Hydra has of the last override; of a sweep, a list of values."""
-    parser, line = OverridesParser.create(), complete_overrides(overrides)[len(overrides) - 1]
-    override = parser.parse_override(line)
+    parser = OverridesParser.create()
+    override = parser.parse_override(complete_overrides(overrides)[len(overrides) - 1])
     if not override.is_sweep_override():
         return override.value()
     return [
@@ -146,52 +146,23 @@ def test_a_reference_in_a_text_is_text():
 def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
     call, text, tmp_path
 ):
-    (tmp_path / "texts.txt").write_text(
-        text.read_text(encoding="utf-8").replace("\n", "${seed}"), encoding="utf-8"
-    )
-    (tmp_path / "mine/callbacks").mkdir(parents=True)
-    (tmp_path / "mine/callbacks/asking.yaml").write_text(
-        "defaults: [default, _self_]\nsamples: {prompt: 'cost: ${seed}', max_new_tokens: 1}\n"
-    )
-    same = [
-        "max_steps=2",
-        "eval_every=1",
-        "tokenizer=byte",
-        "data.path=texts.txt",
-        "data.separator=${seed}",
+    separated = text.read_text(encoding="utf-8").replace("\n", "${seed}")
+    (tmp_path / "texts.txt").write_text(separated, encoding="utf-8")
+    asked = ["max_steps=2", "eval_every=1", "tokenizer=byte", "data.path=texts.txt"]
+    asked += ["data.separator=${seed}", "callbacks.samples.prompt=cost: ${seed}"]
+    runs = [
+        ["pause_at=1", "hydra.run.dir=run"],
+        ["resume=auto", "hydra.run.dir=run"],
+        ["-m", "model.n_head=1,2", "hydra.sweep.dir=sweep", "hydra/launcher=basic"],
     ]
-    asked = [*same, "callbacks.samples.max_new_tokens=1", "callbacks.samples.prompt=cost: ${seed}"]
-    runs = {
-        "run": [*asked, "pause_at=1", "hydra.run.dir=run"],
-        "run ": [*asked, "resume=auto", "hydra.run.dir=run"],
-        "file": [
-            *same,
-            "--config-dir",
-            "mine",
-            "callbacks=asking",
-            "callbacks.samples.top_k=3",
-            "hydra.run.dir=file",
-        ],
-        "sweep/n_head=2": [
-            *asked,
-            "-m",
-            "model.n_head=1,2",
-            "hydra.sweep.dir=sweep",
-            "hydra/launcher=basic",
-        ],
-    }
-    for folder, line in runs.items():
-        ended = call("train.py", *line)
+    for line in runs:
+        ended = call("train.py", *asked, "callbacks.samples.max_new_tokens=1", *line)
         assert ended.returncode == 0, ended.stderr
-        if folder == "run":
-            continue
-        samples = (tmp_path / folder.strip() / "samples.txt").read_text(encoding="utf-8")
+    for folder in ("run", "sweep/n_head=2"):
+        samples = (tmp_path / folder / "samples.txt").read_text(encoding="utf-8")
         assert samples.count("\ncost: ${seed}") == 2
-        last = read(tmp_path / folder.strip() / LAST)["minigpt"]["config"]
-        assert (last["data"]["separator"], last["callbacks"]["samples"]["prompt"]) == (
-            "${seed}",
-            "cost: ${seed}",
-        )
+        last = read(tmp_path / folder / LAST)["minigpt"]["config"]
+        assert last["data"]["separator"] == "${seed}"
     recorded = json.loads((tmp_path / "sweep/sweep.json").read_text(encoding="utf-8"))
     assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
@@ -296,10 +267,8 @@ def test_the_advice_for_a_number_of_the_environment_can_be_pasted(
 
 
 def test_a_finetuning_that_resumes_keeps_the_rates_that_it_began_with(tmp_path):
-    line, added = (
-        ["init_from=openai-community/gpt2"],
-        ["optimizer=adamw_finetune", "schedule.warmup_steps=0"],
-    )
+    line = ["init_from=openai-community/gpt2"]
+    added = ["optimizer=adamw_finetune", "schedule.warmup_steps=0"]
     groups = ["model=pretrained", "tokenizer=pretrained"]
     assert complete_overrides(line) == [*line, *groups, *added]
     (tmp_path / ".hydra").mkdir()
@@ -455,8 +424,7 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
     assert (swept.returncode, len(table(tmp_path / "sweep/runs.csv"))) == (0, 2)
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_byte_order_mark_or_a_comment_hides_no_package_line(newline, call, text, tmp_path):
+def test_a_byte_order_mark_or_a_comment_hides_no_package_line(call, text, tmp_path):
     files = {
         "experiment/mine": "# Mine, a # @package line\n\n# @package _global_\nseed: 7\n"
         "optimizer:\n  lr: 0.5\n",
@@ -465,7 +433,7 @@ def test_a_byte_order_mark_or_a_comment_hides_no_package_line(newline, call, tex
     for name, content in files.items():
         file = tmp_path / f"conf/{name}.yaml"
         file.parent.mkdir(parents=True)
-        file.write_text(content, encoding="utf-8-sig", newline=newline)
+        file.write_text(content, encoding="utf-8-sig", newline="\r\n")
     chosen = ["experiment=mine", "data=mine"]
     shown = call("train.py", "--config-dir", "conf", *chosen, "--cfg", "job", small=False).stdout
     for cfg in (
@@ -502,10 +470,8 @@ def test_train_of_python_raises_a_user_error(message):
 def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
     """On the command line and in Python; what is printed can be pasted."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    name, short = (
-        "a, b & #1; !='x'.txt",
-        ["max_steps=2", "eval_every=2", "callbacks.samples=null", "callbacks.originality=null"],
-    )
+    name = "a, b & #1; !='x'.txt"
+    short = ["max_steps=2", "eval_every=2", "callbacks.samples=null", "callbacks.originality=null"]
     short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
     (tmp_path / "2024").mkdir()
     for copy in (name, "2024/a.txt", "my text (1).txt"):

@@ -4,7 +4,6 @@ import errno
 import re
 import signal
 import sys
-from contextlib import nullcontext
 from importlib.abc import MetaPathFinder
 
 import pytest
@@ -23,7 +22,6 @@ from minigpt.runs.run_config import check_run
 from minigpt.runs.run_dir import read_summary
 from minigpt.sweeps.point_settings import relevant_settings
 from minigpt.training.language_model import LanguageModel
-from minigpt.utils.errors import UserError
 
 
 class Noting(ReportCallback):
@@ -66,13 +64,6 @@ def test_callbacks_report_at_the_end_of_a_run_in_their_order(train, tmp_path, ca
     assert "warning: Failing failed: OSError: no cards" in err
 
 
-def with_earlier(cfg, characters):
-    """Return a configuration with a setting that a file of the user has."""
-    cfg = cfg.copy()
-    OmegaConf.update(cfg, "originality", characters, force_add=True)
-    return cfg
-
-
 def test_the_comparison_with_the_text_has_its_earlier_spelling_too(tmp_path):
     """On the command line, and in a file of the user."""
     (tmp_path / "experiment").mkdir()
@@ -84,19 +75,32 @@ def test_the_comparison_with_the_text_has_its_earlier_spelling_too(tmp_path):
         check_run(cfg)
         assert "originality" not in cfg
         assert repr(cfg.callbacks.originality.characters) == "7"
-    check = {None: "", 0: "characters must be an integer ≥ 1, or null, got 0", 7: ""}
-    without = composed("callbacks=none")
-    for characters, message in check.items():
-        settings = with_earlier(cfg, characters)
-        with pytest.raises(UserError, match=message) if message else nullcontext():
-            check_run(settings)
-            assert settings.callbacks.originality.characters == characters
-        # Where nothing is compared, only null has an effect
-        settings = with_earlier(without, characters)
-        lost = "originality is callbacks.originality.characters, but this run is without callbacks"
-        with nullcontext() if characters is None else pytest.raises(UserError, match=lost):
-            check_run(settings)
-            assert settings == without
+
+
+LOST = "originality is callbacks.originality.characters, but this run is without callbacks"
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "characters", "message"),
+    [
+        ("default", None, ""),
+        ("default", 0, "characters must be an integer ≥ 1, or null, got 0"),
+        ("none", None, ""),  # where nothing is compared, only null has an effect
+        ("none", 0, LOST),
+        ("none", 7, LOST),
+    ],
+)
+def test_a_file_with_the_earlier_spelling_is_checked(callbacks, characters, message):
+    cfg = composed(f"callbacks={callbacks}")
+    expected = cfg.copy()
+    OmegaConf.update(cfg, "originality", characters, force_add=True)
+    if message:
+        refused(message, check_run, cfg)
+    else:
+        check_run(cfg)
+        if callbacks == "default":
+            expected.callbacks.originality.characters = None
+        assert cfg == expected
 
 
 def test_the_settings_of_a_comparison_with_the_text_make_no_other_run():
@@ -115,10 +119,9 @@ class NoExtras(MetaPathFinder):
 
 def test_a_run_and_its_samples_need_no_extra(train, call, tmp_path, monkeypatch):
     """Without the nodes of a configuration that name one, which are the two of interpret."""
-    default = yaml.safe_load((CONFIGS / "callbacks/default.yaml").read_text(encoding="utf-8"))
-    extras = [name for name, node in default.items() if ".extras." in node["_target_"]]
-    assert extras == ["snapshots", "originality"]
-    core = {name: node for name, node in default.items() if name not in extras}
+    core = yaml.safe_load((CONFIGS / "callbacks/default.yaml").read_text(encoding="utf-8"))
+    for name in ("snapshots", "originality"):
+        assert ".extras." in core.pop(name)["_target_"]
     (tmp_path / "mine/callbacks").mkdir(parents=True)
     (tmp_path / "mine/callbacks/default.yaml").write_text(yaml.safe_dump(core), encoding="utf-8")
     for name in [name for name in sys.modules if name.startswith("minigpt.extras")]:

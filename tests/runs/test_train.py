@@ -6,7 +6,6 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,12 +32,11 @@ import minigpt
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
-from minigpt.extras.playground.history import read_history, read_samples
+from minigpt.extras.playground.history import read_samples
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
 from minigpt.runs.run_config import TRAINER_OPTIONS, check_run
 from minigpt.runs.trainer import build_trainer
 from minigpt.sampling.generation import stream
-from minigpt.sweeps.results import read_sweep
 from minigpt.utils.ranks import TORCHRUN
 from minigpt.utils.signals import END_SIGNALS
 
@@ -58,29 +56,13 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     recorded = OmegaConf.load(folder / ".hydra/overrides.yaml")  # without those of Hydra
     assert (recorded[0][:10], recorded[-1]) == ("data.path=", "callbacks.samples.max_new_tokens=20")
     content = read(folder / LAST)
-    assert content["global_step"] == content["minigpt"]["config"]["max_steps"] == 20
-    assert content["minigpt"]["corpus_sha256"] == summary["corpus_sha256"]
-    origin = content["minigpt"]["provenance"]
+    kept = content["minigpt"]
+    assert content["global_step"] == kept["config"]["max_steps"] == 20
+    assert kept["corpus_sha256"] == summary["corpus_sha256"]
     names = {"command", "host", "versions", "commit", "dirty", "init_from", "resumed_from"}
-    assert names == set(origin)
-    assert origin == {name: summary[name] for name in origin}
+    assert kept["provenance"] == {name: summary[name] for name in names}
     refused("already holds a run", minigpt.train, [f"hydra.run.dir={folder}"])
     assert OmegaConf.load(folder / ".hydra/overrides.yaml") == recorded
-
-
-class Remove(Callback):
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, *args):
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
-    target = "+callbacks.remove._target_=test_train.Remove"
-    run = train(target, f"+callbacks.remove.folder={tmp_path}/data/tokens")
-    assert not (tmp_path / "data/tokens").exists()
-    assert rows(run.folder) == rows(trained())
 
 
 def test_a_run_prints_what_it_will_do_and_its_results(finished):
@@ -117,11 +99,9 @@ best checkpoint  {folder}/checkpoints/best.safetensors
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train, finished, tmp_path):
     size = f"model.vocab_size={load_checkpoint(finished.folder)[1].vocab_size}"  # the default
-    losses = {}
-    for seed in (1337, 8):
-        run = train(f"seed={seed}", size, "max_steps=5", folder=tmp_path / f"{seed}")
-        losses[seed] = column(run.folder, "train_loss")
-    assert losses[1337] == column(finished.folder, "train_loss")[:1] != losses[8]
+    same = column(train(size, "max_steps=5").folder, "train_loss")
+    other = column(train("seed=8", "max_steps=5", folder=tmp_path / "8").folder, "train_loss")
+    assert same == column(finished.folder, "train_loss")[:1] != other
 
 
 def test_samples_are_drawn_with_their_settings(trained, finished):
@@ -178,14 +158,13 @@ def test_one_batch_can_be_overfitted(train):
 
 
 def test_null_clips_no_gradient(train, tmp_path):
-    losses = []
-    for limit in ("1e9", "null"):
-        run = train(f"trainer.gradient_clip_val={limit}", "max_steps=3", folder=tmp_path / limit)
-        losses.append(column(run.folder, "train_loss"))
-    assert losses[0] == losses[1]
-    assert max(column(run.folder, "grad_norm")) > 1.1
+    large = train("trainer.gradient_clip_val=1e9", "max_steps=3", folder=tmp_path / "large").folder
+    null = train("trainer.gradient_clip_val=null", "max_steps=3").folder
+    assert column(large, "train_loss") == column(null, "train_loss")
+    assert max(column(null, "grad_norm")) > 1.1
 
 
+@pytest.mark.slow
 def test_the_debug_preset_that_profiles_writes_a_table_and_a_trace_of_the_training(train):
     run = train("debug=profile", "max_steps=25", "data.eval_batch_size=1", "eval_every=10")
     table = (run.folder / "fit-profile.txt").read_text(encoding="utf-8")
@@ -223,35 +202,13 @@ def test_a_callback_that_stops_a_training_is_the_reason_why_it_ended(train, monk
 def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train, caplog):
     names = ("LearningRateMonitor", "ModelCheckpoint", "ModelSummary")
     own = [f"+callbacks.{name}._target_=lightning.pytorch.callbacks.{name}" for name in names]
-    run = train(*own, "eval_every=20")
-    rates = column(run.folder, "lr-AdamW/pg1")
-    assert len(rates) == 20
-    assert column(run.folder, "learning_rate") == rates[4::5]
-    (file,) = set((run.folder / "checkpoints").glob("epoch=*.ckpt"))
+    folder = train(*own, "eval_every=20").folder
+    rates = column(folder, "lr-AdamW/pg1")
+    assert (len(rates), rates[4::5]) == (20, column(folder, "learning_rate"))
+    (file,) = (folder / "checkpoints").glob("epoch=*.ckpt")
     assert read(file)["global_step"] == 20
-    folders = {path.name for path in run.folder.iterdir() if path.is_dir()}
-    assert folders == {"checkpoints", ".hydra"}
+    assert {path.parent.name for path in folder.glob("*/*")} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
-
-
-NAMES = ("acc,top5", 'a"b', "two\nlines")
-
-
-class LogOddNames(Callback):
-    def on_train_batch_end(self, trainer, pl_module, *args):
-        pl_module.log_dict({name: float(trainer.global_step) for name in NAMES})
-
-
-def test_a_metric_may_have_a_comma_a_quote_or_a_line_break_in_its_name(train):
-    odd = ["+callbacks.odd._target_=test_train.LogOddNames", "log_every=1", "eval_every=2"]
-    train(*odd, "max_steps=4")
-    run = train(*odd, "max_steps=6", "resume=auto")
-    assert run.summary["status"] == "completed"
-    for name in NAMES:
-        assert column(run.folder, name) == [1, 2, 3, 4, 5, 6]
-    assert len(read_history(run.folder)["val_loss"]) == 3
-    (point,) = read_sweep(run.folder)
-    assert (point.totals["best_val_loss"], len(point.curve)) == (run.summary["best_val_loss"], 3)
 
 
 def test_settings_that_change_no_loss_reach_what_they_set(train, monkeypatch):
@@ -336,7 +293,7 @@ def test_weights_that_rounding_keeps_as_they_were_are_a_warning(
     rounds = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16"
     assert (rounds in err) == (precision == "bf16-true")
     warned = re.findall(pattern + "\n", err)
-    assert len(warned) == err.count("have changed") == (step is not None)
+    assert len(warned) == err.count("have changed")
     model, _ = load_checkpoint(folder / f"checkpoints/step-{step or 10}.safetensors")
     torch.manual_seed(7)
     initial = GPT(model.config).to(torch.float32 if precision == "32-true" else torch.bfloat16)
@@ -408,16 +365,14 @@ def test_training_leaves_hydra_of_the_program_as_it_was(train, trained, tmp_path
 class Wait(Callback):
     """Wait long enough for another run to begin."""
 
-    trains = 0
-    most = 0
+    trains = []
 
     def on_train_start(self, trainer, pl_module):
-        Wait.trains += 1
-        Wait.most = max(Wait.most, Wait.trains)
-        time.sleep(0.3)
+        Wait.trains.append("starts")
+        time.sleep(0.1)
 
     def on_train_end(self, trainer, pl_module):
-        Wait.trains -= 1
+        Wait.trains.append("ends")
 
 
 def test_runs_of_two_threads_train_one_after_the_other(train, trained, tmp_path):
@@ -429,7 +384,7 @@ def test_runs_of_two_threads_train_one_after_the_other(train, trained, tmp_path)
 
     with ThreadPoolExecutor(2) as threads:
         found = [*threads.map(run, seeds)]
-    assert Wait.most == 1
+    assert Wait.trains == ["starts", "ends"] * 2
     assert found == [rows(trained(seed, *SHORT)) for seed in seeds]
 
 
@@ -507,19 +462,21 @@ def test_a_taken_port_is_named(devices, train, monkeypatch):
         refused(pattern, train, *TWO[:2], f"trainer.devices={devices}")
 
 
+def make(model, **_):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Mine(Callback):
+    ended = []
+
+    def on_train_end(self, trainer, pl_module):
+        self.ended.append((trainer.global_step, type(trainer.optimizers[0])))
+
+
 def test_a_notebook_may_define_a_callback_and_an_optimizer_for_one_rank(
     train, monkeypatch, tmp_path
 ):
     """The module of a notebook, and of a script, is __main__ and has no spec."""
-    ended = []
-
-    class Mine(Callback):
-        def on_train_end(self, trainer, pl_module):
-            ended.append((trainer.global_step, type(trainer.optimizers[0])))
-
-    def make(model, **_):
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "Mine", Mine, raising=False)
@@ -528,6 +485,6 @@ def test_a_notebook_may_define_a_callback_and_an_optimizer_for_one_rank(
     monkeypatch.setattr(sys, "path", [*sys.path])
     mine = "+callbacks.mine._target_=__main__.Mine"
     train(mine, "optimizer._target_=__main__.make", "max_steps=2")
-    assert ended == [(2, torch.optim.SGD)]
+    assert Mine.ended == [(2, torch.optim.SGD)]
     pattern = "_target_ must be of a module, got __main__; move it to where"
     refused(pattern, train, mine, *TWO, folder=tmp_path / "two")

@@ -298,7 +298,16 @@ def test_variables_of_wandb_act_unless_the_command_line_says_otherwise(tmp_path,
         monkeypatch.setenv(*f"WANDB_{variable}".split("="))
     assert names("variables") == ("n", "p", "e", "g", "j", "o", ("a", "b"), "fox")
     (record,) = contents(wandb_records(tmp_path / "variables"), "run")
-    written = ["display_name", "project", "entity", "run_group", "job_type", "notes", "tags", "run_id"]
+    written = [
+        "display_name",
+        "project",
+        "entity",
+        "run_group",
+        "job_type",
+        "notes",
+        "tags",
+        "run_id",
+    ]
     assert [record[name] for name in written] == [*"npegjo", ["a", "b"], "fox"]
     given = """
         wandb.name=N wandb.project=P wandb.entity=E wandb.group=G
