@@ -17,7 +17,7 @@ import yaml
 from filelock import FileLock
 from omegaconf import OmegaConf
 from processes import Script, live_processes
-from small_runs import ROOT, composed, one_line, rows, small_run, table, wait_until, wandb_records
+from small_runs import ROOT, composed, one_line, rows, small_run, table, wait_until
 
 from minigpt.extras.search.submitit_launcher import RequeuedJob
 from minigpt.runs.run_config import check_run
@@ -43,15 +43,10 @@ _Worker({}).submit(job).result()
 """
 
 
-@pytest.mark.parametrize("closed", [1, 3])
-def test_a_sweep_without_standard_streams_writes_the_output_of_its_jobs(tmp_path, closed):
+def test_a_sweep_without_standard_streams_writes_the_output_of_its_jobs(tmp_path):
     log = tmp_path / "log.txt"
     command = [sys.executable, "-c", JOB_WITHOUT_STREAMS.replace("sys.argv[1]", repr(str(log)))]
-    first = 1 if closed == 1 else 0  # only stdout, or all three
-    done = subprocess.run(
-        command, cwd=ROOT, preexec_fn=lambda: os.closerange(first, first + closed)
-    )
-    assert done.returncode == 0
+    subprocess.run(command, cwd=ROOT, preexec_fn=lambda: os.closerange(0, 3), check=True)
     assert log.read_text(encoding="utf-8") == "trained\n"
 
 
@@ -157,18 +152,33 @@ def test_a_signal_as_a_job_starts_ends_the_running_jobs_and_starts_no_more(tmp_p
     assert len(launcher.submitted) <= 2
 
 
+def done():
+    future = Future()
+    future.set_result(None)
+    return future
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Let the launcher call a function of each job in this process, and write no report."""
+
+    def use(run):
+        submit = "minigpt.sweeps.launcher._Worker.submit"
+        monkeypatch.setattr(submit, lambda worker, job: run(job) or done())
+
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
+    return use
+
+
 def test_jobs_print_in_utf_8_whatever_the_encoding_of_the_terminal_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    command = [sys.executable, "-c", r"print('\u20bd \udcff', end='')"]
     printed = []
 
     class Printing(TwoJobs):
         def submit(self, job):
-            printed.append(
-                subprocess.check_output([sys.executable, "-c", r"print('\u20bd \udcff', end='')"])
-            )
-            done = Future()
-            done.set_result(None)
-            return done
+            printed.append(subprocess.check_output(command))
+            return done()
 
     launcher = Printing([], 0)
     launcher.points = [Point(tmp_path / "job", {})]
@@ -237,48 +247,35 @@ def check_jobs_of_own_files(sweep):
     assert [point.status for point in map(refresh, points)] == [COMPLETED] * 2
     for point, ema_decay in zip(points, (0.5, 0.25), strict=True):
         config = OmegaConf.load(point.folder / ".hydra/config.yaml")
-        assert (config.seed, config.optimizer.betas, config.ema_decay) == (
-            77,
-            [0.5, 0.75],
-            ema_decay,
-        )
-        recorded = point.settings
-        composed = relevant_settings(config)
-        assert recorded.keys() == composed.keys()
-        assert all(
-            repr(recorded[key]) == repr(value) or "${" in str(value)
-            for key, value in composed.items()
-        )
-        assert {row["learning_rate"] for row in table(point.folder / "metrics.csv")} - {""} == {
-            "0.25"
-        }
-        assert (
-            "ema_decay=0.5" in (point.folder / ".hydra/overrides.yaml").read_text(encoding="utf-8")
-            or ema_decay == 0.25
-        )
+        found = (config.seed, config.optimizer.betas, config.ema_decay)
+        assert found == (77, [0.5, 0.75], ema_decay)
+        # Without the rate, which the environment of a job has
+        composed = {k: repr(v) for k, v in relevant_settings(config).items() if "${" not in str(v)}
+        recorded = {key: repr(value) for key, value in point.settings.items()}
+        assert recorded.items() >= composed.items()
+        rates = {row["learning_rate"] for row in table(point.folder / "metrics.csv")}
+        assert rates - {""} == {"0.25"}
+        overrides = (point.folder / ".hydra/overrides.yaml").read_text(encoding="utf-8")
+        assert f"ema_decay={ema_decay}" in overrides
 
 
 @pytest.mark.usefixtures("own_files")
-def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, monkeypatch):
+def test_a_job_is_composed_of_what_its_point_was_checked_with(
+    call, tmp_path, monkeypatch, in_process
+):
     """Files of the user change when the first job has started; jobs have an environment."""
+    file = tmp_path / "mine/experiment/fast_cpu.yaml"
+    changed = file.read_text(encoding="utf-8").replace("0.25", "0.125")
     jobs = []
 
-    def run(self, job):
-        file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(
-            file.read_text(encoding="utf-8").replace("0.25", "0.125") + "seed: 5\n",
-            encoding="utf-8",
-        )
+    def run(job):
+        file.write_text(f"{changed}seed: 5\n", encoding="utf-8")
         jobs.append(pickle.loads(pickle.dumps(job)))
         jobs[-1]()
         assert "RATE" not in os.environ
-        done = Future()
-        done.set_result(None)
-        return done
 
     monkeypatch.delenv("RATE", raising=False)
-    monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
+    in_process(run)
     swept = call("train.py", *OWN_LINE)
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
@@ -290,24 +287,16 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(call, tmp_path, mo
     check_jobs_of_own_files(tmp_path / "sweep")
 
 
-def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
+def test_a_job_knows_the_choices_of_its_point(call, in_process):
     """As `logger.wandb.name=${hydra:runtime.choices.schedule}` reads them."""
     jobs = []
-
-    def run(self, job):
-        jobs.append(job.cfg.hydra)
-        done = Future()
-        done.set_result(None)
-        return done
-
-    monkeypatch.setattr("minigpt.sweeps.launcher._Worker.submit", run)
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
-    call("train.py", "hydra.mode=MULTIRUN", "schedule=cosine,linear", "max_steps=2,3")
+    in_process(lambda job: jobs.append(job.cfg.hydra))
+    call("train.py", "hydra.mode=MULTIRUN", "schedule=cosine,linear")
     chosen = [hydra.runtime.choices.schedule for hydra in jobs]
-    assert sorted(chosen) == ["cosine", "cosine", "linear", "linear"]
+    assert sorted(chosen) == ["cosine", "linear"]
     for hydra, schedule in zip(jobs, chosen, strict=True):
         assert f"schedule={schedule}" in hydra.overrides.task
-        assert f",schedule={schedule}," in hydra.job.override_dirname
+        assert f"schedule={schedule}" in hydra.job.override_dirname.split(",")
 
 
 @pytest.mark.slow
@@ -316,10 +305,8 @@ def test_a_job_knows_the_choices_of_its_point(call, monkeypatch):
 def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
     if launcher == "basic":  # which has no n_jobs
         file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        file.write_text(
-            file.read_text(encoding="utf-8").replace("  launcher: {n_jobs: 1}\n", ""),
-            encoding="utf-8",
-        )
+        content = file.read_text(encoding="utf-8")
+        file.write_text(content.replace("  launcher: {n_jobs: 1}\n", ""), encoding="utf-8")
     swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
     check_jobs_of_own_files(tmp_path / "sweep")
@@ -579,8 +566,7 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert [point.status for point in read_sweep(folder)] == [COMPLETED, "interrupted", "waiting"]
     assert "interrupted" in interrupted.stdout  # the table is shown all the same
 
-    wandb = ["logger=wandb", "logger.wandb.tags=[fox]", "+logger.wandb.config={host:mine}"]
-    sweep = start("seed=range(1,4)", *line, *wandb)
+    sweep = start("seed=range(1,4)", *line)
     assert ended(sweep) == 0, sweep.stderr
     assert {
         path: path.stat().st_mtime_ns for path in files
@@ -593,24 +579,3 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert (folder / "seed=2" / "log.txt").read_text(encoding="utf-8").count(
         "step 10/20"
     ) == 1  # and did not begin anew
-
-    # Weights & Biases has a run per job, and one for the summary.
-    for name, tags in {"seed=2": [], "seed=3": [], "": ["summary"]}.items():
-        (started,) = (
-            record["run"] for record in wandb_records(folder / name) if record["type"] == "run"
-        )
-        assert (started["display_name"], started["run_group"]) == (name or "sweep summary", "sweep")
-        assert set(started["tags"]) == {"fox", "sweep", *tags}
-    # The answer, in its summary
-    assert "The lowest mean loss is" in json.dumps(wandb_records(folder))
-    assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
-    logged = [
-        json.loads(file.read_text(encoding="utf-8"))
-        for file in (folder / "wandb").rglob("*.table.json")
-    ]
-    rows_of, runs_of = sorted(logged, key=lambda each: "folder" in each["columns"])
-    seeds = rows_of["columns"].index("seeds")
-    of_run = [runs_of["columns"].index(name) for name in ("seed", "val_loss")]
-    losses = [[seed, read_summary(folder / f"seed={seed}")["best_val_loss"]] for seed in (1, 2, 3)]
-    assert [[line[i] for i in of_run] for line in runs_of["data"]] == losses  # numbers
-    assert rows_of["data"][0][seeds] == 3

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -126,12 +127,10 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)
 
 
-def test_a_sweep_over_groups_takes_none(plan, tmp_path):
+def test_a_sweep_over_groups_takes_none(plan):
     without, with_ = plan("callbacks=null,default").engine.ran
     assert {value for key, value in without.items() if key.startswith("callbacks.")} == {None}
     assert with_["callbacks.checkpoint.save_top_k"] == 1
-    without, with_ = plan("debug=None,fast", folder=tmp_path / "debug").engine.ran
-    assert (without["max_steps"], with_["max_steps"]) == (1000, 5)
 
 
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
@@ -163,20 +162,18 @@ def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_setting
 def test_a_grid_is_composed_once_per_choice_and_its_points_are_not_compared_in_pairs(
     plan, monkeypatch
 ):
-    composed = []
-    compared = []
-    compose = ConfigLoaderImpl.load_sweep_config
-    identity = Point.identity.fget
-    monkeypatch.setattr(
-        ConfigLoaderImpl, "load_sweep_config", lambda *args: composed.append(1) or compose(*args)
-    )
-    monkeypatch.setattr(
-        Point, "identity", property(lambda point: compared.append(1) or identity(point))
-    )
+    called = Counter()
+
+    def count(name, function):
+        return lambda *args: called.update([name]) or function(*args)
+
+    compose = count("composed", ConfigLoaderImpl.load_sweep_config)
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", compose)
+    monkeypatch.setattr(Point, "identity", property(count("compared", Point.identity.fget)))
     line = ["schedule=cosine,linear", "seed=range(1,13)", "model.n_head=2"]
     assert len(plan(*line).points) == 24
-    assert len(composed) == 2
-    assert len(compared) < 10 * 24
+    assert called["composed"] == 2
+    assert called["compared"] < 10 * 24
 
 
 def test_a_setting_whose_values_have_no_effect_is_refused(plan):
@@ -239,31 +236,24 @@ VALID = [
     "+model.mine=1 +mine.deep.er={a:[1,{b:null}]} +mine.deep.er.c=x ++model.dropout=0.1 "
     "++other=1e4",
     "~callbacks.samples ~model.n_head ~optimizer.lr=0.003 ~seed=1337",
-    "~seed ~logger ~experiment ~data=shakespeare_char",
     "optimizer.betas=[0.9,0.95] +mine=[1,2] +mine=[3] data=[text,tinystories]",
     "model.dropout=${optimizer.weight_decay} seed=${oc.env:HOME} data.field=${now:%Y}",
     "data.field='a:b' model.norm=\"x,y\" schedule.warmup_steps='7' data.separator='\\n'",
     "data.path=null seed=??? max_steps=1_000 ema_decay=.5 compile=yes",
     "experiment=[mine,sprint_cpu] mine.number=3 schedule.extra=[]",
     "experiment=mine +logger@second=wandb second.wandb.project=x mine.null_too=1",
-    "trainer=cpu +trainer.benchmark=true callbacks=early_stopping",
     "experiment=of_hydra ~choices hydra={job:{num:3}}",
-    "hydra.job.name=other seed=1",
 ]
 INVALID = [
     "+callbacks=attention",
     "model.n_heads=3",
-    "model=nanoo seed=1",
     "seed=1 +seed=1",
     "seed.deep=1",
     "~mine",
     "~optimizer.lr=0.1",
-    "~model=baby",
-    "model=null",
     "++model=baby",
     "seed@other=1",
     "seed=1,2 model=nano,baby",
-    "seed=[1 model.n_embd=1",
 ]
 
 
@@ -286,7 +276,7 @@ def composers(tmp_path_factory):
                 del config["hydra"]
             return config
 
-        yield expected, lambda line: composer.compose_line(line)[0], master
+        yield expected, lambda line: composer.compose_line(line)[0]
 
 
 def described(node):
@@ -319,25 +309,16 @@ def outcome(function, line):
 
 @pytest.mark.parametrize("line", [*VALID, *INVALID])
 def test_a_configuration_is_what_hydra_composes(composers, line):
-    expected, composer, _ = composers
+    expected, composer = composers
     given = line.split()
     composed = outcome(expected, given)
     assert (len(composed) == 2 and isinstance(composed[0], list)) == (line in VALID)
     assert outcome(composer, given) == composed
 
 
-def test_a_time_that_is_resolved_between_two_points_is_that_of_the_later_ones(composers):
-    _, composer, master = composers
-    line = ["data.field=${now:%Y}"]
-    before = composer(line)
-    assert before.data.field.isdecimal()
-    OmegaConf.set_cache(master, {"now": dict.fromkeys(OmegaConf.get_cache(before)["now"], "1999")})
-    assert composer(line).data.field == "1999"
-
-
 @pytest.mark.slow
 def test_the_configuration_of_any_command_line_is_what_hydra_composes(composers):
-    expected, composer, _ = composers
+    expected, composer = composers
     rng = random.Random(0)
     overrides = [override for line in VALID for override in line.split()]
     for _ in range(100):
