@@ -1,6 +1,5 @@
 """Settings and the command line: values are checked, paths and texts are taken literally."""
 
-import json
 import os
 import re
 import shlex
@@ -19,8 +18,6 @@ from refusals import refused
 from small_runs import CONFIGS, composed, one_line, rows, table
 
 from minigpt import train
-from minigpt.checkpoints.find import LAST
-from minigpt.checkpoints.format import read
 from minigpt.extras.playground.history import read_samples
 from minigpt.model.config import GPTConfig
 from minigpt.runs.overrides import complete_overrides
@@ -140,33 +137,6 @@ def test_a_reference_in_a_text_is_text():
         # Of a run are resolved already
         settings = {"one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}}
         assert instantiate_group("callbacks", settings) == [{"text": [text, rf"\{text}"]}]
-
-
-@pytest.mark.slow
-def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
-    call, text, tmp_path
-):
-    separated = text.read_text(encoding="utf-8").replace("\n", "${seed}")
-    (tmp_path / "texts.txt").write_text(separated, encoding="utf-8")
-    asked = ["max_steps=2", "eval_every=1", "tokenizer=byte", "data.path=texts.txt"]
-    asked += ["data.separator=${seed}", "callbacks.samples.prompt=cost: ${seed}"]
-    runs = [
-        ["pause_at=1", "hydra.run.dir=run"],
-        ["resume=auto", "hydra.run.dir=run"],
-        ["-m", "model.n_head=1,2", "hydra.sweep.dir=sweep", "hydra/launcher=basic"],
-    ]
-    for line in runs:
-        ended = call("train.py", *asked, "callbacks.samples.max_new_tokens=1", *line)
-        assert ended.returncode == 0, ended.stderr
-    for folder in ("run", "sweep/n_head=2"):
-        samples = (tmp_path / folder / "samples.txt").read_text(encoding="utf-8")
-        assert samples.count("\ncost: ${seed}") == 2
-        last = read(tmp_path / folder / LAST)["minigpt"]["config"]
-        assert last["data"]["separator"] == "${seed}"
-    recorded = json.loads((tmp_path / "sweep/sweep.json").read_text(encoding="utf-8"))
-    assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
-    (meta,) = tmp_path.glob("data/tokens/*/meta.json")
-    assert json.loads(meta.read_text(encoding="utf-8"))["train"]["documents"] > 300
 
 
 def test_none_of_python_is_null_but_in_a_prompt():

@@ -171,8 +171,7 @@ def test_runs_and_sweeps_that_start_in_one_second_have_folders_of_their_own(
     name = "2026-01-02_03-04-05"
     for folder in (f"runs/{name}", f"runs/{name}-2", f"runs/sweeps/{name}"):  # of others
         (tmp_path / folder).mkdir(parents=True)
-    done = call("train.py", "max_steps=1")
-    assert f"run folder       runs/{name}-3\n" in done.stdout
+    assert f"run folder       runs/{name}-3\n" in call("train.py", "max_steps=1").stdout
     assert (tmp_path / f"runs/{name}-3/checkpoints/best.safetensors").exists()
     assert (tmp_path / "runs/latest").resolve().name == f"{name}-3"
     assert minigpt.train([*small, "max_steps=1"])["folder"] == f"{tmp_path}/runs/{name}-4"

@@ -199,8 +199,7 @@ def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):
     dry = f"{sys.executable} -m wandb sync --dry-run"
     command = sync_command(sweep).replace("wandb sync", dry)
     options = {"shell": True, "cwd": tmp_path, "capture_output": True, "encoding": "utf-8"}
-    output = subprocess.run(command, check=True, **options)
-    assert output.stderr.count("offline-run-") == 6
+    assert subprocess.run(command, check=True, **options).stderr.count("offline-run-") == 6
 
 
 @pytest.mark.slow

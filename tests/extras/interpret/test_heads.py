@@ -122,7 +122,8 @@ def test_ablating_a_head_equals_silencing_it(settings):
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings):
-    model, tokens = small_model(**settings), torch.randint(23, (11,))
+    model = small_model(**settings)
+    tokens = torch.randint(23, (11,))
     maps = heads.attention_maps(model, tokens)
     assert maps.shape == (3, 2, 11, 11)
     assert_close(maps.sum(-1), torch.ones(3, 2, 11))
@@ -226,23 +227,18 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path):
     assert svg_texts(tmp_path / "b.svg").count("0.33") == 3
 
 
-def test_a_plot_with_fewer_labels_than_tokens_says_so(tmp_path):
-    for tokens, said in ((16, False), (65, True)):
-        plot_maps(tmp_path / "maps.svg", uniform(tokens)[:1, :1], ["a"] * tokens)
-        assert (
-            any("one of 2 tokens has a label" in text for text in svg_texts(tmp_path / "maps.svg"))
-            == said
-        )
+@pytest.mark.parametrize(("tokens", "said"), [(16, False), (65, True)])
+def test_a_plot_with_fewer_labels_than_tokens_says_so(tmp_path, tokens, said):
+    plot_maps(tmp_path / "maps.svg", uniform(tokens)[:1, :1], ["a"] * tokens)
+    note = "one of 2 tokens has a label"
+    assert any(note in text for text in svg_texts(tmp_path / "maps.svg")) == said
 
 
 def test_truncate_keeps_the_end_of_a_long_prompt(call, tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
-    flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
+    flags = ["model.safetensors", "--truncate", "--layer", "1", "--head", "1", "--out"]
     for prompt, out in (("ROMEO" * 4 + "\nWhat", "cut.svg"), ("OROMEOROMEO\nWhat", "end.svg")):
-        assert (
-            call("attention.py", "model.safetensors", "--prompt", prompt, *flags, out).returncode
-            == 0
-        )
+        assert call("attention.py", *flags, out, "--prompt", prompt).returncode == 0
     assert svg_texts(tmp_path / "cut.svg") == svg_texts(tmp_path / "end.svg")
 
 

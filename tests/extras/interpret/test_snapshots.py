@@ -28,10 +28,10 @@ def weights(state):
 
 
 def equal(first, second):
-    first, second = weights(first), weights(second)
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    first = weights(first)
+    second = weights(second)
+    same_names = first.keys() == second.keys()
+    return same_names and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,8 @@ def test_snapshots_are_from_the_first_to_the_last_step(last, count):
 def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train, tmp_path):
     given = ["ema_decay=0.9", "data.batch_size=4", "trainer.accumulate_grad_batches=2"]
     given += ["callbacks.checkpoint.save_top_k=2"]  # with step-10.safetensors
-    folder, without = (
-        train(*given).folder,
-        train(*given, "callbacks.snapshots=null", folder=tmp_path / "none").folder,
-    )
+    folder = train(*given).folder
+    without = train(*given, "callbacks.snapshots=null", folder=tmp_path / "none").folder
     files = find_snapshots(folder)
     assert list(files) == STEPS
     assert read(files[20])["state_dict"]["model.lm_head.weight"].dtype == torch.bfloat16

@@ -27,7 +27,8 @@ def planned():
     """Compose as `planned("minutes=1", "model.n_head=3")`: files once, values on a copy."""
 
     def compose(*overrides):
-        files, values = [], []
+        files = []
+        values = []
         for override in complete_overrides(overrides):
             key = override.partition("=")[0].lstrip("+")
             kind = files if (CONFIGS / key).is_dir() else values
