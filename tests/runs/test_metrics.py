@@ -273,7 +273,7 @@ def mine(given, tmp_path):
 
 
 def test_a_validation_loss_that_is_nan_ends_the_run(mine, tmp_path):
-    """Of a single step: the loss before it is finite."""
+    # Of a single step: the loss before it is finite
     with pytest.raises(RunError, match="at step 1 "):
         minigpt.train([*mine, "max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"])
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
@@ -284,7 +284,7 @@ def test_a_validation_loss_that_is_nan_ends_the_run(mine, tmp_path):
 def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
     mine, tmp_path, monkeypatch
 ):
-    """Of a run whose learning rate grows until nothing is learnt, and which then resumes."""
+    # Of a run whose learning rate grows until nothing is learnt, and which then resumes
     took = []
     monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -118,7 +117,7 @@ REFERENCES = ["cost: ${seed}", "${oc.env:NOT_SET}", "a ${ b", "it's ${a b}} ${se
 
 
 def test_a_reference_in_a_text_is_text():
-    """And an escaped one is the same, in YAML too; an override is recorded as it is composed."""
+    # And an escaped one is the same, in YAML too; an override is recorded as it is composed
     for text in REFERENCES:
         keys = [key if "attention" not in key else f"+{key}" for key in LITERAL_TEXTS]
         for given in (text, text.replace("${", r"\${")):
@@ -434,51 +433,6 @@ WRONG = {
 def test_train_of_python_raises_a_user_error(message):
     with pytest.raises(UserError, match=re.escape(message)):
         train(WRONG[message])
-
-
-@pytest.mark.slow
-def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
-    """On the command line and in Python; what is printed can be pasted."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    name = "a, b & #1; !='x'.txt"
-    short = ["max_steps=2", "eval_every=2", "callbacks.samples=null", "callbacks.originality=null"]
-    short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
-    (tmp_path / "2024").mkdir()
-    for copy in (name, "2024/a.txt", "my text (1).txt"):
-        shutil.copy(text, tmp_path / copy)
-    done = call(
-        "train.py", *short, f"data.path=~/{name}", f"hydra.run.dir=~/runs of {name}", small=False
-    )
-    folder = tmp_path / f"runs of {name}"
-    assert OmegaConf.load(folder / ".hydra/config.yaml").data.path == f"{tmp_path}/{name}"
-    again = shlex.split(re.search("sample again(.*)", done.stdout)[1])
-    assert call("sample.py", *again[2:], "--max-new-tokens", "2").returncode == 0
-    longer = [
-        *short,
-        f"data.path=~/{name}",
-        f"hydra.run.dir={folder}",
-        "max_steps=4",
-        "resume=auto",
-    ]
-    assert call("train.py", *longer, small=False).returncode == 0
-    assert [row["step"] for row in table(folder / "metrics.csv") if row["val_loss"]] == ["2", "4"]
-    summary = train(
-        [
-            *short,
-            "data.path=2024",
-            "data.folder=it's",
-            "max_steps=6",
-            f"resume={folder}",
-            "hydra.run.dir=1e5",
-        ]
-    )
-    assert (summary["corpus"], summary["steps"]) == ("2024", 6)
-    swept = [*short, "data.path=2024,my text (1).txt", "hydra.sweep.dir=~/x (1)"]
-    assert call("train.py", "-m", *swept, small=False).returncode == 0
-    assert {row["data.path"] for row in table(tmp_path / "x (1)/runs.csv")} == {
-        "'2024'",
-        "'my text (1).txt'",
-    }
 
 
 def test_names_of_before_in_a_users_file_train_as_those_of_today(train, trained):

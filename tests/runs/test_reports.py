@@ -65,7 +65,7 @@ def test_callbacks_report_at_the_end_of_a_run_in_their_order(train, tmp_path, ca
 
 
 def test_the_comparison_with_the_text_has_its_earlier_spelling_too(tmp_path):
-    """On the command line, and in a file of the user."""
+    # On the command line, and in a file of the user
     (tmp_path / "experiment").mkdir()
     file = tmp_path / "experiment/mine.yaml"
     file.write_text("# @package _global_\noriginality: 7.0\n", encoding="utf-8")
@@ -118,7 +118,7 @@ class NoExtras(MetaPathFinder):
 
 
 def test_a_run_and_its_samples_need_no_extra(train, call, tmp_path, monkeypatch):
-    """Without the nodes of a configuration that name one, which are the two of interpret."""
+    # Without the nodes of a configuration that name one, which are the two of interpret
     core = yaml.safe_load((CONFIGS / "callbacks/default.yaml").read_text(encoding="utf-8"))
     for name in ("snapshots", "originality"):
         assert ".extras." in core.pop(name)["_target_"]

@@ -98,7 +98,7 @@ def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mps", "cuda", "xpu"])
 def test_the_generator_of_the_device_is_saved_and_restored(kind, monkeypatch):
-    """Which draws the dropout masks there; functions of torch stand in for that device."""
+    # Which draws the dropout masks there; functions of torch stand in for that device
     generator = [torch.arange(3)]
     monkeypatch.setattr(getattr(torch, kind), "get_rng_state", lambda: generator[0].clone())
     monkeypatch.setattr(

@@ -74,7 +74,6 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
 
 
 def files(folder):
-    """All files and folders by their path, with the contents of the files."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

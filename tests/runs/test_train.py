@@ -340,7 +340,7 @@ def test_a_process_that_is_no_rank_trains_alone_whatever_its_environment_has_of_
 
 
 def test_training_leaves_hydra_of_the_program_as_it_was(train, trained, tmp_path, monkeypatch):
-    """As in a program of Hydra, or a notebook after `hydra.initialize`."""
+    # As in a program of Hydra, or a notebook after `hydra.initialize`
     monkeypatch.setattr(BaseContainer, "_resolvers", dict(BaseContainer._resolvers))
     (tmp_path / "mine.yaml").write_text("a: ${now:x}")
     hydra.initialize_config_dir(str(tmp_path), version_base=None)
@@ -434,7 +434,7 @@ print(json.dumps(results))
 
 @pytest.mark.slow
 def test_a_program_trains_several_runs_on_two_ranks_and_runs_once(small, trained, tmp_path):
-    """Also after a run on one, and after one that fails; with arguments and input of its own."""
+    # Also after a run on one, and after one that fails; with arguments and input of its own
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     seeds = [["seed=7"], TWO, ["optimizer.lr=1e30", *TWO], ["seed=7", *TWO], []]
     given = json.dumps([[*small, *overrides] for overrides in seeds])
@@ -476,7 +476,7 @@ class Mine(Callback):
 def test_a_notebook_may_define_a_callback_and_an_optimizer_for_one_rank(
     train, monkeypatch, tmp_path
 ):
-    """The module of a notebook, and of a script, is __main__ and has no spec."""
+    # The module of a notebook, and of a script, is __main__ and has no spec
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.setattr(main, "Mine", Mine, raising=False)

@@ -29,13 +29,12 @@ from minigpt.utils.signals import Interrupted
 
 
 def end(monkeypatch, step, how):
-    """End runs after so many steps."""
     hook = "minigpt.training.language_model.LanguageModel.on_train_batch_start"
     monkeypatch.setattr(hook, lambda module, batch, i: how() if i == step else None)
 
 
 def wait_for_a_new_second():
-    """The names of parts have seconds."""
+    # The names of parts have seconds
     time.sleep(1.01 - time.time() % 1)
 
 
@@ -47,7 +46,7 @@ def contents(records, kind):
 def test_an_offline_run_holds_curves_config_samples_summary_and_how_each_job_ended(
     train, tmp_path, capfd, monkeypatch
 ):
-    """A run that is requeued, and then fails: it is the same run, and its curves do not overlap."""
+    # A run that is requeued, and then fails: it is the same run, and its curves do not overlap
     line = ["logger=wandb", "callbacks.samples.max_new_tokens=20"]
     end(monkeypatch, 12, lambda: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(Interrupted):
@@ -223,7 +222,6 @@ UNKNOWN = ("save_dir", "dir", "settings")
 
 
 def logger_of(folder, *options):
-    """Return the logger of a run with these options."""
     given = (option.replace("wandb.", "logger.wandb.", 1) for option in options)
     (logger,) = instantiate_group(
         "logger", composed("logger=wandb", f"logger.wandb.folder={folder}", *given).logger
@@ -232,7 +230,6 @@ def logger_of(folder, *options):
 
 
 def start_and_finish(folder, *options):
-    """Return W&B's settings of a run with these options, which has ended."""
     logger = logger_of(folder, *options)
     logger.finish({})
     return logger.experiment.settings

@@ -22,7 +22,7 @@ GRID = {"model.n_embd": ("64", "128", "256"), "model.n_head": ("2", "4", "8")}
 def sweep(
     loss, axes=GRID, *, seeds="123", noise=NOISE, rng=0, folder=Path("sweep"), flops=lambda *_: 0.0
 ):
-    """Points of a grid; `loss` and `flops` are functions of the values as numbers."""
+    # Points of a grid; `loss` and `flops` are functions of the values as numbers
     normal = np.random.default_rng(rng).normal
     points = []
     for values in itertools.product(*axes.values()):
@@ -363,7 +363,6 @@ class Constructed:
         return np.mean([self.true[tuple(place)] for place in at])
 
     def check(self, sentence):
-        """Return whether a sentence is true."""
         for pattern, holds in self.checks.items():
             if found := re.fullmatch(pattern, sentence):
                 return holds(self, *found.groups())
@@ -458,7 +457,6 @@ def size(rng):
 
 
 def false_claims(kind, n, seed=0):
-    """The share of n random sweeps with a false sentence."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     found = 0
     for _ in range(n):

@@ -263,7 +263,7 @@ def check_jobs_of_own_files(sweep):
 def test_a_job_is_composed_of_what_its_point_was_checked_with(
     call, tmp_path, monkeypatch, in_process
 ):
-    """Files of the user change when the first job has started; jobs have an environment."""
+    # Files of the user change when the first job has started; jobs have an environment
     file = tmp_path / "mine/experiment/fast_cpu.yaml"
     changed = file.read_text(encoding="utf-8").replace("0.25", "0.125")
     jobs = []
@@ -287,7 +287,7 @@ def test_a_job_is_composed_of_what_its_point_was_checked_with(
 
 
 def test_a_job_knows_the_choices_of_its_point(call, in_process):
-    """As `logger.wandb.name=${hydra:runtime.choices.schedule}` reads them."""
+    # As `logger.wandb.name=${hydra:runtime.choices.schedule}` reads them
     jobs = []
     in_process(lambda job: jobs.append(job.cfg.hydra))
     call("train.py", "hydra.mode=MULTIRUN", "schedule=cosine,linear")
@@ -448,7 +448,6 @@ def start(text, tmp_path):
 
 
 def ended(sweep):
-    """Wait until a sweep and all its processes have ended."""
     code = sweep.wait()
     wait_until(lambda: not live_processes(sweep.pid))
     return code
@@ -491,34 +490,6 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
     assert (folder / good[1] / "log.txt").read_text(encoding="utf-8").count("step 20/20") == 1
     assert rows(folder / good[1]) == rows(train("optimizer.lr=1e-3", "seed=2").folder)
-
-
-@pytest.mark.slow
-def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(
-    start, launch, tmp_path, train
-):
-    folder = tmp_path / "sweep"
-    line = ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
-    sweep = start(*line, held="seed=1")
-    for more in ([], ["resume=auto"]):
-        second = launch(
-            "train.py", *line, *more, "hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep", cwd=tmp_path
-        )
-        assert one_line(second).startswith(
-            "error: another sweep uses sweep; wait for it, or choose another folder"
-        )
-    reported = launch("sweep_report.py", "sweep", cwd=tmp_path)
-    assert (reported.returncode, reported.stderr) == (0, "")
-    by_hand = train("seed=2", folder=folder / "seed=2").summary
-    os.kill(int((tmp_path / "held").read_text(encoding="utf-8")), signal.SIGTERM)
-    assert ended(sweep) == 1, sweep.stderr
-    assert [point.status for point in read_sweep(folder)] == ["interrupted", COMPLETED, COMPLETED]
-    assert read_summary(folder / "seed=2").items() <= by_hand.items()
-    assert [row["status"] for row in table(folder / "runs.csv")] == [
-        "interrupted",
-        COMPLETED,
-        COMPLETED,
-    ]
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def singles(sweeper, line):
 
 
 def plain(function, *args):
-    """What a function composes, as JSON, in which 1 is not 1.0, nor true; or its error."""
+    # What a function composes, as JSON, in which 1 is not 1.0, nor true; or its error
     try:
         return json.dumps(OmegaConf.to_container(function(*args)), sort_keys=True)
     except HydraException as error:

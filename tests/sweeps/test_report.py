@@ -301,7 +301,6 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(
 
 @pytest.mark.parametrize("columns", [80, 200])
 def test_a_terminal_of_80_columns_has_a_line_per_row(columns, monkeypatch, printed):
-    """The table drops what the files have too, and breaks no header."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     shape = {"model.n_head": "248", "model.n_embd": ["64", "128", "256"], "seed": "123"}

@@ -139,7 +139,7 @@ def noisy_losses(rng, rows, level):
 
 
 def healthy_run(rng, kind):
-    """Training and validation losses of a run that fell from ln 65, in a few rows or in many."""
+    # Training and validation losses of a run that fell from ln 65, in a few rows or in many
     rows = int(rng.choice([1, 2, 3, 10, 40, 100, 400]))
     at = np.arange(1, rows + 1) / rows
     level = rng.uniform(1.4, 3.0) + (math.log(65) - 1.4) * np.exp(-rng.uniform(4, 40) * at)
@@ -157,7 +157,7 @@ def healthy_run(rng, kind):
 
 
 def diverged_run(rng, kind):
-    """Losses that fell to 1.5 to 2.2 and rose to ln 65 or more, or exploded from the start."""
+    # Losses that fell to 1.5 to 2.2 and rose to ln 65 or more, or exploded from the start
     rows = int(rng.choice([60, 150, 400]))
     at = np.arange(1, rows + 1) / rows
     start = {"early": rng.uniform(0.1, 0.15), "late": rng.uniform(0.91, 0.94)}.get(
@@ -242,7 +242,6 @@ def test_a_run_diverged_by_its_losses_of_both_kinds(tmp_path):
 
 
 def shown(points):
-    """The settings, seeds and losses of each row."""
     return [
         (row.overrides, [point.seed for point in row.points], row.losses)
         for row in ranked(points).rows

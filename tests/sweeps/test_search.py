@@ -159,24 +159,6 @@ def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_i
     assert max(digits[2:]) <= most_digits
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "log"),
-    [
-        (3e-4, 3e-3, True),
-        (1e-4, 1e-2, True),
-        (0.1, 0.2, False),
-        (0.0, 0.3, False),
-        (0.8, 0.99, False),
-        (10.0, 300.0, False),
-    ],
-)
-def test_numbers_of_most_searches_have_four_digits_as_those_of_older_versions(low, high, log):
-    rng = np.random.default_rng(0)
-    ends = np.log((low, high)) if log else (low, high)
-    drawn = (np.exp(rng.uniform(*ends, 1000)) if log else rng.uniform(*ends, 1000)).tolist()
-    assert [short_text(value, low, high, log=log) for value in drawn] == [f"{v:.4g}" for v in drawn]
-
-
 def test_a_search_over_a_narrow_interval_has_all_its_trials(plan):
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=15", "hydra.sweeper.n_trials=15"]
     points = plan(*search, "ema_decay=interval(0.999,0.99999)").points

@@ -328,7 +328,7 @@ def compared(monkeypatch):
     ["byte", pytest.param("bpe tokenizer.vocab_size=300", marks=pytest.mark.slow)],
 )
 def test_a_run_draws_so_many_characters_of_any_alphabet(train, tmp_path, compared, tokenizer):
-    """Also of documents that are shorter than a sample."""
+    # Also of documents that are shorter than a sample
     letters = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшчыз")
     texts = rows([text.translate(letters) for text in stories(80)])
     (tmp_path / "cyrillic.jsonl").write_text(texts, encoding="utf-8")
@@ -368,7 +368,7 @@ def test_a_run_on_token_files_of_another_tool_draws_few_samples_at_once(
 
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
-    """Asked by the earlier name of the setting, with ids that are no characters."""
+    # Asked by the earlier name of the setting, with ids that are no characters
     line = ["max_steps=10", "callbacks.samples.max_new_tokens=20", "model.vocab_size=512"]
     run = train("originality=500", *line)
     assert "\ufffd" not in (run.folder / "samples.txt").read_text(encoding="utf-8")

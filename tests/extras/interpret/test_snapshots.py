@@ -22,7 +22,7 @@ STEPS = [0, *range(1, 11), 12, 13, 15, 17, 20]  # round(20 ** (i / 22)) for i up
 
 
 def weights(state):
-    """Return weights, or those of a file, in bfloat16, in which snapshots are."""
+    # Return weights, or those of a file, in bfloat16, in which snapshots are
     state = read(state)["state_dict"] if isinstance(state, Path) else state
     return {name.removeprefix("model."): tensor.bfloat16() for name, tensor in state.items()}
 

@@ -12,7 +12,6 @@ compose_once = cache(composed)
 
 @pytest.fixture
 def mine(text, tmp_path):
-    """Overrides of a planned run on a small text."""
     return [
         f"data.path={text}",
         f"data.folder={tmp_path}/data",

@@ -343,7 +343,7 @@ def test_heads_are_about_32_wide():
 
 @pytest.mark.parametrize("line", filter(None, map(str.strip, SIZES_GIVEN.splitlines())))
 def test_a_plan_around_given_sizes_is_an_architecture(mine, planned, line):
-    """With the given values and even heads; none is refused before the plan is made."""
+    # With the given values and even heads; none is refused before the plan is made
     overrides = [*mine, *line.split()]
     cfg = planned(*overrides)
     given = given_settings(overrides)
@@ -453,7 +453,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
 
 @pytest.fixture
 def sweep(tmp_path):
-    """The folder of a run in a sweep."""
+    # The folder of a run in a sweep
     (tmp_path / "sweep/0").mkdir(parents=True)
     (tmp_path / "sweep/sweep.json").write_text("{}")
     return tmp_path / "sweep/0"
@@ -487,7 +487,7 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(
 def test_a_sweep_finds_the_plan_that_it_made_when_settings_had_other_names(
     mine, planned, monkeypatch
 ):
-    """The name of a shared plan is a checksum of settings, as earlier versions named them."""
+    # The name of a shared plan is a checksum of settings, as earlier versions named them
     hashed = []
     monkeypatch.setattr(planned_run, "sha256_json", hashed.append)
     for line in ([], ["callbacks.originality.characters=500"], ["callbacks=none"]):
