@@ -126,7 +126,8 @@ def loop(given):
     val = ids[2400:]
     torch.manual_seed(7)
     model = GPT(GPTConfig(**SHAPE, vocab_size=len(set(text)))).double()
-    matrices, vectors = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=False, fused=False)
     starts = torch.from_numpy(WindowOrder(2400, 16, 7).starts(torch.arange(12 * 16).numpy())).view(

@@ -169,16 +169,10 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path):
     assert {"-m", "max_steps=300", "seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {
         *words
     }
-    given = {
-        name: values.split(",")
-        for name, _, values in (word.partition("=") for word in words)
-        if name in GRID
-    }
-    assert all(
-        value in given[name]
-        for name, value in ranked(points).rows[0].overrides.items()
-        if name in GRID
-    )
+    pairs = [word.split("=") for word in words if word.partition("=")[0] in GRID]
+    given = {name: values.split(",") for name, values in pairs}
+    best = ranked(points).rows[0].overrides
+    assert all(best[name] in values for name, values in given.items())
     rows = len(given["model.n_embd"]) * len(given["model.n_head"])
     assert int(runs) == 2 * rows
     assert 1 <= rows <= 4
@@ -357,10 +351,10 @@ class Constructed:
         """The true mean of the compared rows with some values, such as `n_embd=64, n_head=2`."""
         wanted = set(label.split(", ")) - {""}
         rows = [row for row in self.compared if wanted <= set(row.label().split(", "))]
-        at = [
-            [self.axes[name].index(value) for name, value in row.overrides.items()] for row in rows
-        ]
-        return np.mean([self.true[tuple(place)] for place in at])
+        return np.mean([self.true_of(row) for row in rows])
+
+    def true_of(self, row):
+        return self.true[tuple(self.axes[name].index(v) for name, v in row.overrides.items())]
 
     def check(self, sentence):
         for pattern, holds in self.checks.items():
@@ -417,8 +411,7 @@ class Constructed:
     def falling(self, label, end, best_end):
         ends = {}
         for row in self.compared:
-            # (seeds, 3)
-            curves = np.array([[loss for _, loss in point.curve] for point in row.points])
+            curves = np.array([point.curve for point in row.points])[..., 1]  # (seeds, 3)
             ends[row.label()] = np.minimum(curves.min(1), 2 * curves[:, 2] - curves[:, 1]).mean()
         assert (f"{ends[label]:.4f}", f"{ends[self.compared[0].label()]:.4f}") == (end, best_end)
         return ends[label] == min(ends.values())

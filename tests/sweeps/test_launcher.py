@@ -456,8 +456,8 @@ def ended(sweep):
 @pytest.mark.slow
 def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start, tmp_path, train):
     folder = tmp_path / "sweep"
-    rates = ("0.001", "1e+30")
-    good, bad = ([f"n_embd=32,lr={rate},seed={seed}" for seed in (1, 2)] for rate in rates)
+    good = [f"n_embd=32,lr=0.001,seed={seed}" for seed in (1, 2)]
+    bad = [f"n_embd=32,lr=1e+30,seed={seed}" for seed in (1, 2)]
     line = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30", "seed=1,2", "hydra.launcher.n_jobs=2"]
     sweep = start(*line, held=good[0])
     os.kill(int((tmp_path / "held").read_text(encoding="utf-8")), signal.SIGKILL)

@@ -241,11 +241,12 @@ def test_a_run_diverged_by_its_losses_of_both_kinds(tmp_path):
     assert [point.diverged for point in read_sweep(tmp_path)] == [False, True]
 
 
+def seeds_of(row):
+    return [point.seed for point in row.points]
+
+
 def shown(points):
-    return [
-        (row.overrides, [point.seed for point in row.points], row.losses)
-        for row in ranked(points).rows
-    ]
+    return [(row.overrides, seeds_of(row), row.losses) for row in ranked(points).rows]
 
 
 def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_their_values(
@@ -360,10 +361,7 @@ def test_rates_of_the_environment_are_those_that_a_run_was_trained_with(
         ]
         train(*given, folder=tmp_path / f"runs/{seed}")
     points = read_sweep(tmp_path / "runs")
-    of_rate = {
-        row.value("optimizer.lr"): [point.seed for point in row.points]
-        for row in ranked(points).rows
-    }
+    of_rate = {row.value("optimizer.lr"): seeds_of(row) for row in ranked(points).rows}
     assert of_rate == {"0.002": ["0"], "0.2": ["1"]}
     assert {row.label() for row in ranked(points).rows} == {"lr=0.002", "lr=0.2"}
 
@@ -379,11 +377,7 @@ def test_runs_of_older_versions_do_not_record_the_environment_and_are_averaged_w
         settings = {"optimizer": {"lr": lr}, "rate": 0.5, "seed": seed}
         (folder / ".hydra/config.yaml").write_text(json.dumps(settings), encoding="utf-8")
     points = read_sweep(tmp_path)
-    assert [[point.seed for point in row.points] for row in ranked(points).rows] == [
-        ["0"],
-        ["1"],
-        ["2", "3"],
-    ]
+    assert [seeds_of(row) for row in ranked(points).rows] == [["0"], ["1"], ["2", "3"]]
     warnings = capsys.readouterr().err.splitlines()
     assert [Path(line.split()[1]).name for line in warnings] == ["0", "1"]
     assert all(

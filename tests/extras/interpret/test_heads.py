@@ -71,8 +71,11 @@ def test_heads_get_the_name_of_the_position_that_they_attend_to():
 def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
     # The first layer copies the previous token, the second attends to the copies of the current
     # token.
-    V, T = 10, 16
-    token, place, copied = slice(0, V), slice(V, V + T), slice(V + T, 2 * V + T)
+    V = 10
+    T = 16
+    token = slice(0, V)
+    place = slice(V, V + T)
+    copied = slice(V + T, 2 * V + T)
     C = 2 * V + T
     model = make_model(
         vocab_size=V, block_size=T, n_head=1, n_embd=C, tie_embeddings=False, bias=False, std=None

@@ -1,4 +1,4 @@
-"""The comparison of samples with the training text: its figures, its index, and runs that report it."""
+"""The comparison of samples with the training text: its figures, its index, and runs."""
 
 import random
 import re
@@ -46,10 +46,8 @@ def expected_figures(texts: list[str], documents: list[str]) -> dict[str, object
         ngrams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
         lacking = [all(ngram not in document for document in documents) for ngram in ngrams]
         new[str(n)] = pytest.approx(sum(lacking) / len(ngrams)) if ngrams else None
-    return {
-        "new": new,
-        "longest": max((j - i for text in texts for i, j in matches(text, documents)), default=0),
-    }
+    found = [match for text in texts for match in matches(text, documents)]
+    return {"new": new, "longest": max((j - i for i, j in found), default=0)}
 
 
 def matches(text: str, documents: list[str]) -> list[tuple[int, int]]:
@@ -207,11 +205,9 @@ def test_documents_that_a_tokenizer_does_not_separate_are_not_compared(tmp_path)
 
 
 def test_a_kept_index_of_another_text_or_of_an_earlier_version_is_not_taken(tmp_path, count_builds):
-    texts = stories(40)
+    lines = rows(stories(40))
     corpora = [
-        prepare(
-            rows([text.replace("fox", word) for text in texts]), tmp_path, BPE, name=f"{word}.jsonl"
-        )
+        prepare(lines.replace("fox", word), tmp_path, BPE, name=f"{word}.jsonl")
         for word in ("fox", "cat")
     ]
     first, second = map(build_index, corpora)
