@@ -26,8 +26,8 @@ def singles(sweeper, line):
     """The distinct configurations of single command lines: a line with values between `|`."""
     axes = []
     for override in line:
-        key, _, values = override.partition("=")
-        axes.append([f"{key}={value}" for value in values.split("|")])
+        key, sep, values = override.partition("=")
+        axes.append([f"{key}{sep}{value}" for value in values.split("|")])
     swept = [override.replace("|", ",") for override in line]
     task = [override for override in sweeper.arguments if override not in swept]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
