@@ -16,9 +16,8 @@ from minigpt.runs.run_config import use_outside_values
 from minigpt.runs.run_dir import lock_run_dir
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import relevant_settings
-from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.ranking import numbers, ranked
 from minigpt.sweeps.results import NATS, Point, has_diverged, read_sweep
-from minigpt.sweeps.table import numbers
 from minigpt.utils.errors import UserError
 
 
