@@ -268,15 +268,15 @@ def composers(tmp_path_factory):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         master = hydra.compose_config("train", overrides, run_mode=RunMode.MULTIRUN)
-        composer = Composer(hydra.config_loader, master)
+    composer = Composer(hydra.config_loader, master)
 
-        def expected(line):
-            config = hydra.config_loader.load_sweep_config(master, line)
-            with open_dict(config):
-                del config["hydra"]
-            return config
+    def expected(line):
+        config = hydra.config_loader.load_sweep_config(master, line)
+        with open_dict(config):
+            del config["hydra"]
+        return config
 
-        yield expected, lambda line: composer.compose_line(line)[0]
+    return expected, lambda line: composer.compose_line(line)[0]
 
 
 def described(node):
