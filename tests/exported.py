@@ -55,8 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# Return a model of `BASE` and these values with random weights
 def random_model(**values: Any) -> GPT:
-    """Return a model of `BASE` and these values with random weights."""
     return make_model(**{**BASE, **values})
 
 

@@ -222,8 +222,8 @@ def test_a_stop_string_ends_the_text_of_an_export(name, tmp_path):
     assert tokenizer.decode(found[0]) == text[: text.index(stop, 2) + 2]
 
 
+# Return a tokenizer.json of the steps of Qwen2, or with digits in threes as Llama 3
 def tokenizer_content(name: str) -> str:
-    """Return a tokenizer.json of the steps of Qwen2, or with digits in threes as Llama 3."""
     tokenizer = transformers.Qwen2Tokenizer()._tokenizer
     tokenizer.add_special_tokens(["<|endoftext|>"])
     options = {"initial_alphabet": tokenizers.pre_tokenizers.ByteLevel.alphabet()}
@@ -241,9 +241,9 @@ PAIRS += [("qwen2", family) for family in LIKE_QWEN2]
 SLOW_PAIRS = [pytest.param("qwen2", family, marks=pytest.mark.slow) for family in OTHERS_OF_HUB]
 
 
+# transformers takes the steps of Qwen2's tokenizer for every model of type qwen2
 @pytest.mark.parametrize(("name", "family"), [*PAIRS, *SLOW_PAIRS])
 def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, name, family):
-    """transformers takes the steps of Qwen2's tokenizer for every model of type qwen2."""
     tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
     model = random_model(**MODELS[family], vocab_size=tokenizer.vocab_size)
     tokens = torch.arange(20)[None]

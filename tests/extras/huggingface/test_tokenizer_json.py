@@ -59,9 +59,9 @@ def samples():
     return ["", *texts(200, seed=1), *corpus()[:2], " a , b . it 's\n"]
 
 
+# A tokenizer, and tiktoken's encoding: of cl100k_base and o200k_base with few tokens
 @cache
 def encoding_of(name):
-    """A tokenizer, and tiktoken's encoding: of cl100k_base and o200k_base with few tokens."""
     if name == "gpt2":
         try:
             known = BPETokenizer.from_tiktoken(name, Path())
@@ -149,8 +149,8 @@ def build(pre_tokenizer, decoder, normalizer=None, alphabet=None, **options):
     return tokenizer
 
 
+# Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has
 def qwen():
-    """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     pattern += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -180,9 +180,9 @@ def sentencepiece():  # of the shape of Llama 2, with a space before the text
     )
 
 
+# Return a tokenizer.json; "words" is of GPT-2's shape, with words after line breaks
 @cache
 def content_of(name):
-    """Return a tokenizer.json; "words" is of GPT-2's shape, with words after line breaks."""
     if name == "llama2":
         content = json.loads(sentencepiece().to_str())
         content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
@@ -285,8 +285,8 @@ def test_the_separator_is_the_end_of_text(tmp_path):
             assert encode_prompt(tokenizer, f"{token}Once").tolist() == [*start, id_, *once]
 
 
+# Return a tokenizer.json whose post-processor adds special tokens to a text, $A
 def with_template(single, content=None):
-    """Return a tokenizer.json whose post-processor adds special tokens to a text, $A."""
     tokenizer = tokenizers.Tokenizer.from_str(content or content_of("llama2"))
     special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>", "<|im_start|>")]
     special = [pair for pair in special if pair[0] in single]
@@ -298,8 +298,8 @@ def without_tokens(content):
     return json.dumps(json.loads(content) | {"added_tokens": []})
 
 
+# Return a tokenizer.json whose special tokens take the spaces around them
 def stripping(content):
-    """Return a tokenizer.json whose special tokens take the spaces around them."""
     values = json.loads(content)
     for token in values["added_tokens"]:
         token |= {"lstrip": True, "rstrip": True}

@@ -10,9 +10,9 @@ from servers import SlowEngine, make_run, serving
 from sites import write_site
 
 
+# The addresses of the page: `server` has all runs, `file` the first
 @pytest.fixture(scope="module")
 def site(once: Callable[..., Path]) -> Iterator[SimpleNamespace]:
-    """The addresses of the page: `server` has all runs, `file` the first."""
     folder = once("site", write_site)
     runs = [folder / name for name in ("small", "other", "shifted")]
     file = (folder / "small.html").as_uri()
@@ -20,10 +20,9 @@ def site(once: Callable[..., Path]) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(folder=folder, server=f"{server.url}/", file=file)
 
 
+# The folder of a run with a history, whose model is called tiny
 @pytest.fixture(scope="session")
 def run(once: Callable[..., Path]) -> Path:
-    """The folder of a run with a history, whose model is called tiny."""
-
     def build(folder: Path) -> None:
         make_run(folder / "tiny")
         (folder / "tiny/metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")

@@ -22,9 +22,8 @@ IS_IDLE = """
 """
 
 
+# A page in a window of the browser, and the mouse, touch and keyboard events of a person
 class Reader:
-    """A page in a window of the browser, and the mouse, touch and keyboard events of a person."""
-
     def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
         self.browser = browser
         self.run = browser.execute_script
@@ -49,8 +48,8 @@ class Reader:
     def find_all(self, selector: str) -> list[Any]:
         return self.browser.find_elements("css selector", selector)
 
+    # Press keys at once, where the focus is
     def press(self, *keys: str) -> None:
-        """Press keys at once, where the focus is."""
         actions = ActionChains(self.browser, duration=0)
         for key in keys:
             actions.key_down(key)
@@ -58,41 +57,41 @@ class Reader:
             actions.key_up(key)
         actions.perform()
 
+    # Move the pointer to an element, to an offset from its center
     def hover(self, element: Any, x: int = 0, y: int = 0) -> None:
-        """Move the pointer to an element, to an offset from its center."""
         ActionChains(self.browser, duration=0).move_to_element_with_offset(element, x, y).perform()
 
+    # Click where an element is, though it can be below another one
     def click(self, element: Any) -> None:
-        """Click where an element is, though it can be below another one."""
         ActionChains(self.browser, duration=0).move_to_element(element).click().perform()
 
+    # Write at the cursor, and wait for the colors of the tokens
     def write(self, text: str) -> None:
-        """Write at the cursor, and wait for the colors of the tokens."""
         self.find("#text").send_keys(text)
         self.wait_for_tokens()
 
     def wait_for_tokens(self) -> None:
         wait_until(lambda: self.run(IS_IDLE, False))
 
+    # Choose an item of a list
     def choose(self, selector: str, text: str) -> None:
-        """Choose an item of a list."""
         Select(self.find(selector)).select_by_visible_text(text)
 
+    # Set a number of the settings
     def set(self, name: str, value: object) -> None:
-        """Set a number of the settings."""
         self.find(f"[name={name}]").send_keys(
             Keys.CONTROL, "a", Keys.NULL, str(value) or Keys.DELETE
         )
 
+    # Let the page generate `MAX_TOKENS` tokens at a time
     def shorten(self) -> None:
-        """Let the page generate `MAX_TOKENS` tokens at a time."""
         script = """const field = document.querySelector("[name=max_tokens]");
             field.value = arguments[0];
             field.dispatchEvent(new InputEvent("input", {bubbles: true}));"""
         self.run(script, MAX_TOKENS)
 
+    # Open a panel, or close it if it is open
     def open(self, panel: str) -> None:
-        """Open a panel, or close it if it is open."""
         (summary,) = [summary for summary in self.find_all("summary") if summary.text == panel]
         summary.click()
 
@@ -103,8 +102,8 @@ class Reader:
     def wait_for_weights(self) -> None:
         wait_until(lambda: self.find(".weights").get_attribute("aria-busy") == "false")
 
+    # Weight, context, token and distance of each token that the selected one attends to
     def attended(self) -> list[list[str]]:
-        """Weight, context, token and distance of each token that the selected one attends to."""
         return self.run("""return [...document.querySelectorAll("#attention tbody tr")].map(
             row => [...row.querySelectorAll("td, b")].map(cell => cell.textContent))""")
 
@@ -122,22 +121,22 @@ class Reader:
     def token_text(self, pane: str = "#first") -> str:
         return "".join(self.texts(f"{pane} .token"))
 
+    # The texts of all elements
     def texts(self, selector: str) -> list[str]:
-        """The texts of all elements."""
         script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
         return self.run(script, selector)
 
     def tokens(self) -> list[Any]:
         return self.find_all("#first .token")
 
+    # The red, green and blue of the background of each token
     def backgrounds(self) -> list[list[int]]:
-        """The red, green and blue of the background of each token."""
         script = """return [...document.querySelectorAll("#first .token")].map(
             e => getComputedStyle(e).backgroundColor.match(/[\\d.]+/g).map(Number))"""
         return self.run(script)
 
+    # The loss in nats per token of each model on each shown text
     def losses(self) -> dict[str, list[float | None]]:
-        """The loss in nats per token of each model on each shown text."""
         rows = self.run("""return [...document.querySelectorAll("#losses tbody tr")].map(
             row => [...row.cells].map(cell => cell.textContent))""")
         found = {}
@@ -146,8 +145,8 @@ class Reader:
         return found
 
 
+# A person at a page; the console must be empty at the end
 def open_at(browser: Any, url: str) -> Iterator[Reader]:
-    """A person at a page; the console must be empty at the end."""
     reader = Reader(browser, url)
     reader.shorten()
     yield reader
@@ -172,6 +171,6 @@ return [...document.querySelectorAll("body *:not(script, noscript)")]
 """
 
 
+# Return the element and the WCAG contrast ratio of every text against its background
 def text_contrasts(browser: Any) -> list[tuple[str, float]]:
-    """Return the element and the WCAG contrast ratio of every text against its background."""
     return browser.execute_script(CONTRASTS)

@@ -23,8 +23,8 @@ SHIFTED = CharTokenizer("\t\n" + "".join(map(chr, range(32, 126))))
 PROMPT = "To be, or not to be"
 
 
+# A model of characters with random weights
 def random_model(seed: int = 0, **settings: Any) -> GPT:
-    """A model of characters with random weights."""
     shape = {"vocab_size": 96, "block_size": 64, "n_embd": 32, "position": "rope"}
     return make_model(seed=seed, std=0.3, **{**shape, **settings})
 
@@ -57,8 +57,8 @@ LEARNED: list[dict[str, Any]] = [
 ]
 
 
+# Write a run with snapshots, also as a page, one with a history, and one with other ids
 def write_site(folder: Path) -> None:
-    """Write a run with snapshots, also as a page, one with a history, and one with other ids."""
     for name in ("small", "other", "shifted"):
         write_run(folder / name, MODELS[name], SHIFTED if name == "shifted" else CHARACTERS)
     for step in STEPS:
@@ -72,21 +72,21 @@ def write_site(folder: Path) -> None:
     export_html(run, folder / "small.html", "float32", HISTORY, **parts)
 
 
+# A prompt and what `generate` adds to it with the defaults of the page
 def continuation(
     model: GPT, prompt: str, tokenizer: CharTokenizer = CHARACTERS, **settings: Any
 ) -> str:
-    """A prompt and what `generate` adds to it with the defaults of the page."""
     values = {"temperature": 0.8, "seed": 1337, "max_new_tokens": MAX_TOKENS, **settings}
     (sample,) = generate(model, tokenizer.encode(prompt), **values)
     return prompt + tokenizer.decode(sample.tokens)
 
 
+# The log-probability of every character but the first
 def logprobs(model: GPT, text: str) -> torch.Tensor:
-    """The log-probability of every character but the first."""
     ids = CHARACTERS.encode(text).tolist()
     return score(model, ids[1:], ids[:1]).logprobs
 
 
+# The loss of a text as the page shows it
 def loss_of(model: GPT, text: str) -> Any:
-    """The loss of a text as the page shows it."""
     return pytest.approx(-logprobs(model, text).mean().item(), abs=2e-3)

@@ -43,9 +43,8 @@ PER_SLOT = 4 * 2 * 2 * 32  # bytes of keys and values of 2 layers
 ENDLESS = SampleRequest([1, 2, 3], 10**9)
 
 
+# A tokenizer of letters and pairs of letters, and of the two bytes of é
 class Letters:
-    """A tokenizer of letters and pairs of letters, and of the two bytes of é."""
-
     TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
     token_bytes = dict.fromkeys(range(23), b"?") | dict(enumerate(TOKENS))
     end_ids: list[int] = []
@@ -105,9 +104,9 @@ def assert_all_as_generate(
         assert_as_generate(model, request, tokens)
 
 
+# The requests and the bytes of the cache at each step
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The requests and the bytes of the cache at each step."""
     step = FastDecoder.step
     sizes = []
 
@@ -280,10 +279,10 @@ FAULTS: dict[str, tuple[str, Callable[..., bool], dict[str, Any]]] = {
 }
 
 
+# Return the tokens of requests that run when another joins, and what becomes of that
 async def join_late(
     engine: Engine, first: list[SampleRequest], late: SampleRequest
 ) -> tuple[list[list[Token]], Any]:
-    """Return the tokens of requests that run when another joins, and what becomes of that."""
     streams = [engine.generate(request) for request in first]
     begun = [await anext(stream) for stream in streams]
     found = await asyncio.gather(

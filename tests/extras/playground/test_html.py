@@ -227,8 +227,8 @@ def random_ids(count: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 95, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+# The results of scripts with arguments, one after another; `before` is run before each
 def answers(run: Any, requests: list[tuple[str, Any]], before: str = "") -> list[Any]:
-    """The results of scripts with arguments, one after another; `before` is run before each."""
     calls = [
         f"{before} found.push(await (async function() {{{script}}})(...{json.dumps(arguments)}));"
         for script, arguments in requests
@@ -236,11 +236,11 @@ def answers(run: Any, requests: list[tuple[str, Any]], before: str = "") -> list
     return run(f"return (async () => {{const found = []; {' '.join(calls)} return found;}})()")
 
 
+# The cache holds texts that begin as the next one or not, and are longer than the context
 @pytest.mark.parametrize("name", ["fast_cpu", "an odd number of learned positions"])
 def test_a_request_after_others_gives_what_it_gives_alone(
     name: str, open_page: Any, tmp_path: Path
 ) -> None:
-    """The cache holds texts that begin as the next one or not, and are longer than the context."""
     model = random_model(**MODELS[name])
     run = open_page(export(model, CHARACTERS, tmp_path))
     a = random_ids(45)

@@ -27,8 +27,8 @@ KINDS = (FastJoiningDecoder, GraphJoiningDecoder)  # on a CPU, steps are not rec
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+# Every architecture with each decoder; some of them are slow tests
 def pairs() -> Iterator[Any]:
-    """Every architecture with each decoder; some of them are slow tests."""
     for kind, (name, changes) in product(KINDS, EVERY.items()):
         is_fast = kind is FastJoiningDecoder or name in ("qwen3", "modern", "long ngram")
         marks = () if is_fast else pytest.mark.slow
@@ -105,8 +105,8 @@ def test_a_sample_with_nan_leaves_none_in_its_row(kind: type[FastJoiningDecoder]
     assert decoder.step(torch.tensor([1, 2])).isfinite().all()
 
 
+# A CUDA graph has fixed addresses; on a CPU the same step would work with others too
 def test_a_recorded_step_reads_the_same_memory_when_a_sample_leaves_and_another_joins():
-    """A CUDA graph has fixed addresses; on a CPU the same step would work with others too."""
     decoder = GraphJoiningDecoder(make(smear=2, ngram=3))
     for prompt in ([1, 2, 3], [4]):
         decoder.add(prompt)

@@ -43,8 +43,8 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
+# What `generate` returns
 def texts(run: Path, prompts: list[str], **options: Any) -> list[str]:
-    """What `generate` returns."""
     model, tokenizer = load_checkpoint(run)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     samples = generate(model, ids, tokenizer=tokenizer, **options)

@@ -179,8 +179,8 @@ def test_every_request_is_logged_without_its_text_and_key(
     assert "secret" not in "".join(logged)
 
 
+# Add the snapshot of a step with other random weights than the run's; return its model
 def add_snapshot(run: Path, step: int) -> GPT:
-    """Add the snapshot of a step with other random weights than the run's; return its model."""
     model = make_model(seed=step + 1, **BYTES)
     save_checkpoint(model, ByteTokenizer(), snapshot_path(run, step))
     return model
@@ -238,8 +238,8 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
     assert run_status(run) == "failed: the loss is NaN"
 
 
+# Replace a file by a copy of another one that has its time of modification
 def replace(file: Path, other: Path) -> None:
-    """Replace a file by a copy of another one that has its time of modification."""
     copied = Path(shutil.copy2(other, file.with_name("copied")))
     times = file.stat()
     os.utime(copied, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -56,9 +56,9 @@ CanvasRenderingContext2D.prototype.putImageData = function(...image) {
 """
 
 
+# The page with a text and its attention
 @pytest.fixture
 def panel(in_file: Reader) -> Reader:
-    """The page with a text and its attention."""
     reader = in_file
     reader.resize(1280)
     reader.run(RECORD_WEIGHTS)
@@ -73,14 +73,14 @@ def maps(text: str = TEXT) -> Tensor:
     return attention_maps(MODELS["small"], CHARACTERS.encode(text))
 
 
+# The text, layer and head of each request for weights
 def requests(reader: Reader) -> list[tuple[str, int, int | None]]:
-    """The text, layer and head of each request for weights."""
     calls = reader.run("return calls.map(call => [call.ids, call.layer, call.head])")
     return [(CHARACTERS.decode(ids), layer, head) for ids, layer, head in calls]
 
 
+# The weights of a token that its list has
 def highest(weights: Tensor) -> list[str]:
-    """The weights of a token that its list has."""
     top = weights.sort(descending=True).values[:6].tolist()
     return [f"{weight:.3f}" for weight in top if weight >= 0.0005]
 
@@ -217,21 +217,21 @@ def slide(reader: Reader, *keys: str) -> None:
     reader.find("#time [type=range]").send_keys(*keys)
 
 
+# What the time machine says that it shows
 def place(reader: Reader) -> str:
-    """What the time machine says that it shows."""
     return reader.find("#time output").text
 
 
+# Wait until the page shows one loss, that of the text for a model
 def wait_for_loss(reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None) -> None:
-    """Wait until the page shows one loss, that of the text for a model."""
     expected = {name: [loss_of(model or MODELS[name], text)]}
     wait_until(lambda: reader.losses() == expected)
 
 
+# Wait until the second pane shows how a model continues a text
 def wait_for_continuation(
     reader: Reader, name: str, text: str = PROMPT, model: GPT | None = None
 ) -> None:
-    """Wait until the second pane shows how a model continues a text."""
     expected = continuation(model or MODELS[name], text)
     wait_until(lambda: reader.token_text("#second") == expected)
     assert reader.find("#second-name").text == f"Continued by {name}"
@@ -305,8 +305,8 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
     assert not reader.find("#second").is_displayed()
 
 
+# The legend of a plot, the places of the points of each line, and that of its mark
 def curves(reader: Reader, label: str) -> SimpleNamespace:
-    """The legend of a plot, the places of the points of each line, and that of its mark."""
     legend, lines, mark = reader.run(
         """
         const named = plot => plot.getAttribute("aria-label").startsWith(arguments[0]);

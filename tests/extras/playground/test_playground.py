@@ -95,16 +95,16 @@ STUB = """
     };"""
 
 
+# The ids that are continued after a click on the button
 def asked(reader: Reader) -> list[int]:
-    """The ids that are continued after a click on the button."""
     reader.run("asked = null; document.querySelector('#generate').click();")
     wait_until(lambda: reader.run("return asked !== null"))
     reader.wait_for_tokens()
     return reader.run("return asked")
 
 
+# Replace the text, and move the cursor, also to where keys do not move it
 def write_at(reader: Reader, text: str, cursor: int) -> None:
-    """Replace the text, and move the cursor, also to where keys do not move it."""
     reader.run(
         """
         const [text, cursor] = arguments, field = document.querySelector("#text");

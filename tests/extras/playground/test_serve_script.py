@@ -21,11 +21,11 @@ from minigpt.extras.playground.loaded_models import find_models
 from minigpt.utils.errors import UserError
 
 
+# Run the script in this process with the run `mine`
 @pytest.fixture
 def serve(
     call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., SimpleNamespace]:
-    """Run the script in this process with the run `mine`."""
     monkeypatch.delenv("MINIGPT_API_KEY", raising=False)
     make_run(Path("mine"))
     return lambda *arguments: call("serve.py", "mine", *arguments)
