@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from itertools import chain, count, product
+from itertools import chain, count, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +333,7 @@ def test_requests_whose_steps_fail_together_get_their_tokens(
         assert is_changed or all(ref() is None for ref in failed)
         logits = step(decoder, tokens)
         if len(tokens) > 1 and next(calls) % 3 == 2:
+            sizes.append(0)
             failed.append(weakref.ref(decoder))
             raise RuntimeError("no memory")
         return logits
@@ -345,7 +346,7 @@ def test_requests_whose_steps_fail_together_get_their_tokens(
         patch.setattr(kind, "step", lack_memory)
         found = serve(model, lambda engine: collect_all(engine, requests))
     assert next(calls) > 10
-    assert is_changed or sizes[2:6] == [3, 1, 1, 1]
+    assert {after for failed, after in pairwise(sizes) if failed == 0} == {1}
     assert_all_as_generate(model, requests, found)
 
 
