@@ -98,18 +98,17 @@ def test_a_stream_never_sends_a_stop_string_or_its_beginning(
     client: openai.OpenAI, run: Path
 ) -> None:
     cut = 0
-    for seed in range(8):
-        options: dict[str, Any] = {"model": "tiny", "prompt": "A", "max_tokens": 40, "logprobs": 0}
-        options["seed"] = seed
+    for seed in range(6):
+        options: Any = {"model": "tiny", "prompt": "A", "max_tokens": 40, "logprobs": 0}
         (text,) = texts(run, ["A"], max_new_tokens=40, seed=seed)
         if not (found := re.search(r"[ -~]{2,4}", text)):  # in one token per byte
             continue
         before = text.partition(found[0])[0]
-        whole = client.completions.create(**options, stop=found[0]).choices[0]
+        whole = client.completions.create(**options, seed=seed, stop=found[0]).choices[0]
         assert (whole.text, whole.finish_reason) == (before, "stop")
         assert all(offset < len(before) for offset in whole.logprobs.text_offset)
         stops = [found[0], found[0] + "x", "x" * 50]
-        stream = client.completions.create(**options, stop=stops, stream=True)
+        stream = client.completions.create(**options, seed=seed, stop=stops, stream=True)
         choices = [chunk.choices[0] for chunk in stream]
         assert "".join(choice.text for choice in choices) == before
         assert choices[-1].finish_reason == "stop"
@@ -117,8 +116,6 @@ def test_a_stream_never_sends_a_stop_string_or_its_beginning(
         assert list(streamed) == whole.logprobs.tokens
         cut += 1
     assert cut > 2
-    whole = client.completions.create(**options, stop="x" * 50).choices[0]  # never found
-    assert (whole.text, len(whole.logprobs.tokens)) == (text, 40)
 
 
 def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(
@@ -128,21 +125,18 @@ def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(
     model, tokenizer = load_checkpoint(run)
     ids = tokenizer.encode(prompt).tolist()
     rated = score(model, ids[1:], ids[:1])
-    for max_tokens in (0, 1):
-        choice = client.completions.create(
-            model="tiny", prompt=[ids], max_tokens=max_tokens, logprobs=2, echo=True, temperature=0
-        ).choices[0]
+    for n in (0, 1):
+        options: Any = {"prompt": [ids], "max_tokens": n, "logprobs": 2, "echo": True}
+        choice = client.completions.create(model="tiny", temperature=0, **options).choices[0]
         logprobs = choice.logprobs
         assert choice.text.startswith(prompt)
-        assert logprobs.tokens[: len(prompt)] == list(prompt)
-        assert logprobs.text_offset == list(range(len(prompt) + max_tokens))
+        assert logprobs.text_offset == list(range(len(prompt) + n))
         assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
         values = logprobs.token_logprobs[1 : len(ids)]
         assert values == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
-        best = [max(top.values()) for top in logprobs.top_logprobs[1 : len(ids)]]
-        greedy = [value == highest for value, highest in zip(values, best, strict=True)]
-        assert greedy == [rank == 0 for rank in rated.ranks.tolist()]
-        assert {len(top) for top in logprobs.top_logprobs[1:]} <= {2, 3}
+        for value, rank, top in zip(values, rated.ranks, logprobs.top_logprobs[1:], strict=n == 0):
+            assert (value == max(top.values())) == (rank == 0)
+            assert len(top) in (2, 3)
 
 
 def test_tokens_and_offsets_rebuild_the_text(http: httpx.Client, run: Path) -> None:
@@ -159,11 +153,10 @@ def test_tokens_and_offsets_rebuild_the_text(http: httpx.Client, run: Path) -> N
     tokens = chain.from_iterable(part["logprobs"]["tokens"] for part in parts)
     assert list(tokens) == logprobs["tokens"]
     assert "".join(part["text"] for part in parts) == choice["text"]
-    within = [97, 195]  # ends within a character
-    for n in (0, 5):
-        (choice,) = post(http, prompt=within, max_tokens=n, seed=5, echo=True).json()["choices"]
-        (sample,) = generate(load_checkpoint(run)[0], within, max_new_tokens=5, seed=5)
-        assert choice["text"] == bytes(within + sample.tokens[:n]).decode(errors="replace")
+    (sample,) = generate(load_checkpoint(run)[0], [97, 195], max_new_tokens=5, seed=5)
+    for n in (0, 5):  # after a prompt that ends within a character
+        (choice,) = post(http, prompt=[97, 195], max_tokens=n, seed=5, echo=True).json()["choices"]
+        assert choice["text"] == bytes([97, 195, *sample.tokens[:n]]).decode(errors="replace")
 
 
 def test_a_chat_continues_the_messages(
@@ -195,36 +188,25 @@ def test_a_chat_with_an_instruct_model_applies_its_template(once: Callable[..., 
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     pretrained = find_pretrained(str(folder))
     model = pretrained.load()
-    tokenizer = pretrained.tokenizer
-    answered = {"role": "assistant", "content": "a\n"}
-    chat: Any = [{"role": "user", "content": "Hello "}, answered, *HELLO]
-    options: Any = {"model": "instruct", "temperature": 2.0, "max_tokens": 200}
-    sampling: Any = {"max_new_tokens": 200, "temperature": 2.0, "tokenizer": tokenizer}
+    chat: Any = [{"role": "user", "content": "Hello "}, EMPTY | {"content": "a\n"}, *HELLO]
     read = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    parts = [*tokenizer.encode("a").tolist(), 2, *tokenizer.encode("b").tolist()]
+    sampling: Any = {"max_new_tokens": 200, "tokenizer": pretrained.tokenizer, "temperature": 2.0}
     reasons = set()
-    ends = set()
-    with serving([folder]) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        for seed in range(5):
+    with serving([folder]) as server, httpx.Client(base_url=server.url) as http:
+        body: Any = {"model": "instruct", "temperature": 2.0, "max_tokens": 200}
+        for seed in range(3):
             (sample,) = generate(model, read, stop=[0, 1, 2], seed=seed, **sampling)
-            answer = client.chat.completions.create(**options, messages=chat, seed=seed)
-            (choice,) = answer.choices
-            assert (choice.message.content, choice.finish_reason) == (sample.text, sample.reason)
-            assert answer.usage.prompt_tokens == len(read)
+            answer = post(http, CHAT, messages=chat, seed=seed, **body).json()
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == sample.text
+            assert choice["finish_reason"] == sample.reason
+            assert answer["usage"]["prompt_tokens"] == len(read)
             reasons.add(sample.reason)
-            (sample,) = generate(model, parts, stop=[1, 2], seed=seed, **sampling)
-            written = client.completions.create(
-                **options, prompt="a<|im_end|>b", stop="<|im_start|>", seed=seed
-            )
-            assert written.choices[0].text == sample.text
-            ends.add(sample.tokens[-1])
         assert "stop" in reasons
-        assert 1 in ends
-        (choice,) = client.completions.create(
-            echo=True, prompt="a<|im_end|>b", **options | {"max_tokens": 1}
-        ).choices
-        assert choice.text.startswith("a<|im_end|>b")
+        # A stop string can be a special token
+        (sample,) = generate(model, [3], stop=[1, 2], seed=0, **sampling)
+        stopped = post(http, prompt=[3], stop="<|im_start|>", seed=0, **body).json()
+        assert stopped["choices"][0]["text"] == sample.text
 
 
 def test_the_tokens_that_are_read_are_those_of_the_tokenizer_of_the_folder(
@@ -401,16 +383,10 @@ def test_harmless_settings_of_clients_and_neutral_values_are_accepted(
     options["messages"] = [*HELLO, EMPTY]
     chunks = client.chat.completions.create(model="tiny", max_tokens=3, stream=True, **options)
     assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [3]
-
-
-def test_a_message_without_content_is_empty(http: httpx.Client) -> None:
-    options = {"max_tokens": 8, "seed": 1}
-    usage = {"prompt_tokens": 6, "completion_tokens": 8}
-    expected = post(http, CHAT, messages=[*HELLO, EMPTY | {"content": ""}], **options).json()
+    usage = {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
     for empty in (EMPTY, {"role": "assistant"}, EMPTY | {"tool_calls": [], "function_call": None}):
-        found = post(http, CHAT, messages=[*HELLO, empty], **options).json()
-        assert found["choices"] == expected["choices"]
-        assert found["usage"] == {**usage, "total_tokens": 14}
+        answer = post(http, CHAT, messages=[*HELLO, empty], max_tokens=8).json()
+        assert answer["usage"] == usage
 
 
 @pytest.mark.parametrize(
@@ -432,13 +408,13 @@ def test_whole_numbers_may_be_floats(http: httpx.Client) -> None:
     floats = {key: float(value) for key, value in whole.items()}
     found = post(http, prompt=[[82.0, 79.0], [77.0]], **floats).json()["choices"]
     assert found == post(http, prompt=[[82, 79], [77]], **whole).json()["choices"]
-    shown = {"ids": [82, 79], "layer": 1, "head": 0}
-    floats = {"ids": [82.0, 79.0], "layer": 1.0, "head": 0.0}
-    found = post(http, "/api/attention", **floats).content
-    assert found == post(http, "/api/attention", **shown).content
-    random_seed = {"prompt": "a", "seed": -1, "max_tokens": 20}
-    drawn = [post(http, **random_seed).json()["choices"][0]["text"] for _ in range(3)]
-    assert len({*drawn}) == 3
+    found = post(http, "/api/attention", ids=[82.0, 79.0], layer=1.0, head=0.0).content
+    assert found == post(http, "/api/attention", ids=[82, 79], layer=1, head=0).content
+
+
+def test_minus_one_is_a_random_seed(http: httpx.Client) -> None:
+    drawn = [post(http, prompt="a", seed=-1, max_tokens=20).json()["choices"] for _ in range(3)]
+    assert len({choice["text"] for (choice,) in drawn}) == 3
 
 
 # JSON of any type, and what parsers and encoders do not take.
@@ -478,17 +454,12 @@ for path, (_, names) in FIELDS.items():
 ODD_NAMES = ["tiny@" + "1" * 5000, "tiny@%ED%A0%80", "%ED%A0%80", "%00", "tiny@%D9%A1", "@", ""]
 
 
-@pytest.mark.parametrize(
-    "cases", [EVERY[::83], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"]
-)
-def test_no_value_is_a_failure_of_the_server(
-    cases: list[Any], run: Path, once: Callable[..., Path]
-) -> None:
+def test_no_value_is_a_failure_of_the_server(run: Path, once: Callable[..., Path]) -> None:
     with (
         serving([run, once("instruct", make_instruct_folder)]) as server,
         httpx.Client(base_url=server.url) as http,
     ):
-        for path, name, value, model in cases:
+        for path, name, value, model in EVERY[::83]:
             for flags in ({}, {"stream": "true"}) if path.startswith("/v1") else ({},):
                 fields = {"model": json.dumps(model), **FIELDS[path][0], **flags, name: value}
                 body = ", ".join(f'"{key}": {content}' for key, content in fields.items())
@@ -499,9 +470,8 @@ def test_no_value_is_a_failure_of_the_server(
                     assert '"error"' not in response.text, case
                 else:
                     assert response.json()["error"].keys() == KEYS
-        paths = ("/v1/models", "/api/models", "/api/history", "/api/learning")
-        for path, name in product(paths, ODD_NAMES):
-            assert http.get(f"{path}/{name}").status_code in (400, 404)
+        for path, name in product(("/v1", "/api"), ODD_NAMES):
+            assert http.get(f"{path}/models/{name}").status_code in (400, 404)
 
 
 CLIENTS = "(the base URL of a client ends with /v1)"
@@ -524,8 +494,8 @@ def test_a_wrong_address_is_an_error_that_names_the_right_one(url: str, http: ht
     ways |= {"/v1/embeddings": "", "/v2/nothing": ""}
     for method, (path, use) in product(("GET", "POST"), ways.items()):
         response = http.request(method, f"{url}{path}", json={"model": "tiny"})
-        error = response.json()["error"]["message"]
-        assert (response.status_code, error) == (404, f"{method} {path} does not exist{use}")
+        assert response.status_code == 404
+        assert response.json()["error"]["message"] == f"{method} {path} does not exist{use}"
 
 
 def test_every_http_error_is_json(http: httpx.Client) -> None:
@@ -539,9 +509,7 @@ def test_every_http_error_is_json(http: httpx.Client) -> None:
         (400, http.post(COMPLETIONS, content=b"[" * 200_000, headers=JSON)),
     ]:
         assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert error["message"]
-        assert error.keys() == KEYS
+        assert response.json()["error"].keys() == KEYS
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "default-src 'none'" in response.headers["Content-Security-Policy"]
         assert "Access-Control-Allow-Origin" not in response.headers
@@ -577,7 +545,7 @@ def test_other_web_sites_are_refused_unless_allowed(
         for method in ("GET", "POST", "OPTIONS"):
             refused = http.request(method, COMPLETIONS, headers={"Origin": origin}, json={})
             assert refused.status_code == 403
-            assert not [name for name in refused.headers if name.startswith("access-control")]
+            assert "Access-Control-Allow-Origin" not in refused.headers
     allowed = {"Origin": "http://localhost:3000"}
     with (
         serving([run], origins=["http://localhost:3000"], key="secret") as server,
@@ -587,13 +555,12 @@ def test_other_web_sites_are_refused_unless_allowed(
         preflight = client.options(f"{server.url}{CHAT}", headers=allowed | asked)
         assert preflight.status_code == 200
         assert preflight.headers["Access-Control-Allow-Headers"] == "Authorization"
-        other = {"Origin": "https://example.com"}
-        refused = client.options(f"{server.url}{CHAT}", headers=other | asked)
+        other = asked | {"Origin": "https://example.com"}
+        refused = client.options(f"{server.url}{CHAT}", headers=other)
         assert refused.status_code == 400
         assert "Access-Control-Allow-Origin" not in refused.headers
         for key, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
-            headers = allowed | key
-            response = client.get(f"{server.url}/v1/models", headers=headers)
+            response = client.get(f"{server.url}/v1/models", headers=allowed | key)
             assert response.status_code == status
             assert response.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
 
@@ -611,8 +578,7 @@ def test_extensions_of_the_browser_and_apps_may_use_the_server(http: httpx.Clien
         for response in (preflight, http.post(CHAT, json=body, headers=headers)):
             assert response.status_code == 200
             assert response.headers["Access-Control-Allow-Origin"] == origin
-        foreign = http.get("/v1/models", headers=headers | {"Host": "example.com"})
-        assert foreign.status_code == 403
+        assert http.get("/v1/models", headers=headers | {"Host": "a.com"}).status_code == 403
         site = origin.partition("://")[2]
         for other in (
             f"https://{site}",
@@ -638,8 +604,6 @@ def test_the_key_is_required(run: Path) -> None:
             response = ask(Authorization=value.encode())
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
-        with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
         assert openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret").models.list().data
         assert http.get("/health").json() == {"status": "ok"}
         for value in ("bearer secret", "BEARER secret", "Bearer  secret"):

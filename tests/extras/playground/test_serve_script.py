@@ -76,16 +76,14 @@ def test_a_taken_port_a_host_without_a_key_and_a_missing_extra_are_refused(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        reason = "cannot be opened (address already in use); choose another --port"
-        expected = f"--host 127.0.0.1 --port {port} {reason}"
-        assert expected in one_line(serve("--port", port))
+        reason = f"{port} cannot be opened (address already in use); choose another --port"
+        assert f"--host 127.0.0.1 --port {reason}" in one_line(serve("--port", port))
     for _ in range(2):
         refused = one_line(serve("--host", "0.0.0.0"))
         assert "without a key, got 0.0.0.0; set MINIGPT_API_KEY" in refused
         monkeypatch.setenv("MINIGPT_API_KEY", "")  # counts as not set
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    needed = 'the server needs starlette and uvicorn; pip install -e ".[serve]" -c constraints.txt'
-    assert one_line(serve()) == f"error: {needed}"
+    assert 'needs starlette and uvicorn; pip install -e ".[serve]" -c con' in one_line(serve())
 
 
 def test_models_have_the_names_of_their_run_folders_made_unique(
@@ -103,12 +101,11 @@ def test_models_have_the_names_of_their_run_folders_made_unique(
         os.utime(run / BEST, (time.time() + i,) * 2)
     assert list(find_models([])) == ["newer", "b/1", "b/0", "a/1", "a/0", "older"]
     other = make_run(tmp_path / "other" / "newer")
-    best = newer / BEST
-    sources = [runs / "latest", other, best, newer, gpt2_folder]
+    sources = [runs / "latest", other, newer / BEST, newer, gpt2_folder]
     named = find_models([str(source) for source in sources])
-    expected = {"newer": newer, "other/newer": other, "runs/newer": best}
-    expected[gpt2_folder.name] = gpt2_folder
-    assert {name: Path(source) for name, source in named.items()} == expected
+    expected = {"newer": newer, "other/newer": other, "runs/newer": newer / BEST}
+    expected |= {gpt2_folder.name: gpt2_folder}
+    assert named == {name: str(path) for name, path in expected.items()}
     for name in ("sweep.json", "1/summary.json"):  # a sweep is its best run
         (runs / "sweeps/a" / name).write_text('{"best_val_bits_per_byte": 2.0}')
     assert find_models([str(runs / "sweeps/a")]) == {"a/1": str(jobs[1])}
