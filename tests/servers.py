@@ -24,9 +24,8 @@ ENGINE: Any = Engine
 BYTES: dict[str, Any] = {"std": 0.3, "vocab_size": 256, "block_size": 32}
 
 
+# Take at most three requests at once
 class SmallEngine(Engine):
-    """Take at most three requests at once."""
-
     max_running = 2
     max_waiting = 1
     last: "SmallEngine"
@@ -40,28 +39,27 @@ class SmallEngine(Engine):
         return sum(not job.ended for job in cls.last._jobs)
 
 
+# Take so long that nobody waits for the end of a long text
 class SlowEngine(Engine):
-    """Take so long that nobody waits for the end of a long text."""
-
     def _step(self) -> None:
         time.sleep(0.002)
         super()._step()
 
 
+# Fail after one token
 class BrokenEngine(Engine):
-    """Fail after one token."""
-
     def _step(self) -> None:
         if self._running[0].n_tokens:
             raise RunError("the model's logits are NaN")
         super()._step()
 
 
+# Write the run folder of a model of bytes with random weights
 def make_run(folder: Path, **settings: Any) -> Path:
-    """Write the run folder of a model of bytes with random weights."""
     return write_run(folder, make_model(**BYTES | settings))
 
 
+# Run a server in a thread: `url`, `port` and `stop`; options are those of `create_app`
 @contextmanager
 def serving(
     sources: Sequence[Path | str],
@@ -71,7 +69,6 @@ def serving(
     port: int = 0,
     **options: Any,
 ) -> Iterator[Any]:
-    """Run a server in a thread: `url`, `port` and `stop`; options are those of `create_app`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu")
     app = create_app(models, **({"host": "127.0.0.1"} | options))
     opened = open_socket("127.0.0.1", port)

@@ -385,15 +385,6 @@ def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
         assert sizes(values) == sizes(read), missing
 
 
-def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
-    theirs = their_model("GPT2")
-    theirs.save_pretrained(tmp_path)
-    change_config(tmp_path, {"n_ctx": 24})
-    assert transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
-    assert load_folder(tmp_path).config.block_size == 72
-    check_logits(tmp_path, theirs)
-
-
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place):
     values = {"model_type": "llama", **SMALL, "rope_theta": 500.0}

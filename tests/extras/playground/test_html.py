@@ -80,17 +80,6 @@ def test_a_page_holds_each_tensor_once_also_of_snapshots(name, open_page, tmp_pa
         check_logits(run, expected, torch.arange(40), script)
 
 
-def test_an_activation_that_the_page_lacks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
-    monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
-    silu = random_model(activation="silu")
-    source = Pretrained(tmp_path, "", None, silu.config, CHARACTERS, silu)
-    with pytest.raises(UserError, match=r"model\.activation must be gelu or .*, got silu"):
-        export_html(source, tmp_path / "page.html")
-    # No class of transformers computes it, but the code of the model does.
-    assert export_model(silu)[0]["architectures"] == ["MiniGPTForCausalLM"]
-
-
 def test_float16_changes_the_logits_little(open_page, tmp_path):
     model = random_model(**MODELS["fast_cpu"])
     run = open_page(export(model, CHARACTERS, tmp_path, "float16"))
@@ -178,13 +167,19 @@ def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, t
     assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
 
 
-def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder):
+def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder, monkeypatch):
+    monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
+    monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
+    silu = random_model(activation="silu")
+    # No class of transformers computes it, but the code of the model does
+    assert export_model(silu)[0]["architectures"] == ["MiniGPTForCausalLM"]
     config = GPTConfig(vocab_size=95, bias=False, position="rope")  # 85 million parameters
     wide = random_model()
     wide.wte.weight.data[3, 4] = 1e5
     large = Pretrained(tmp_path, "", None, config, CHARACTERS)
     sources = {
         "at most 64 MB, got 170 MB of float16; use a smaller mod": large,
+        "model.activation must be gelu or ": replace(large, config=silu.config, model=silu),
         "must be char, byte or bpe, got huggingface": find_pretrained(str(gpt2_folder)),
         "float32 for wte.weight, which holds 1e+05,": replace(
             large, config=wide.config, model=wide
