@@ -143,8 +143,7 @@ def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     flags = ("--to", "html", "--out", "pages/model.html", "--weights", "float32", "--snapshots")
     exported = call("export.py", str(trained()), *flags)
     steps = [*find_snapshots(trained())]
-    count = f" and {len(steps)} of its {len(steps)} snapshots; open it in a browser"
-    assert count in exported.stdout
+    assert f" and {len(steps)} of its {len(steps)} snapshots; open it in" in exported.stdout
     alone = shutil.copy(trained() / BEST, tmp_path)
     refused = one_line(call("export.py", alone, "--to", "html", "--out", "new.html", "--snapshots"))
     assert refused == f"error: --snapshots: {tmp_path} has no snapshots; leave it out"
@@ -159,9 +158,8 @@ def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, t
     (tmp_path / "data").rename(tmp_path / "moved")
     exported = call("export.py", str(run), "--to", "html", "--out", "page.html", "--snapshots")
     assert (exported.returncode, "and 3 of its 3 snapshots" in exported.stdout) == (0, True)
-    warning = exported.stderr.splitlines()[-1]
-    assert warning.startswith("warning: the page has no curves of what was learned when: ")
-    assert "the token files of the run are not in" in warning
+    warning = "warning: the page has no curves of what was learned when: "
+    assert re.match(f"{warning}.*the token files of the run", exported.stderr.splitlines()[-1])
     page = Path("page.html").read_text(encoding="utf-8")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
     assert (json.loads(data)["history"]["steps"], json.loads(data)["learned"]) == ([0, 1, 2], [])
@@ -194,17 +192,16 @@ def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder, monkeypatch
 def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else() -> None:
     page = render({})
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
-    (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
-    (script,) = re.findall('<script type="module">(.*?)</script>', page, re.DOTALL)
     allowed = ["default-src 'none'"]
-    for name, text in (("style", style), ("script", script)):
+    for name, tag in (("style", "style"), ("script", 'script type="module"')):
+        (text,) = re.findall(f"<{tag}>(.*?)</{name}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         allowed.append(f"{name}-src 'sha256-{digest}'")
     allowed += ["img-src data:", "base-uri 'none'", "form-action 'none'"]
     assert policy.split("; ") == allowed
     assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
     assert "src=" not in page
-    assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
+    assert not re.search(r"^(import|export)\b", text, re.MULTILINE)
 
 
 def test_the_style_has_no_feature_that_browsers_of_2022_lack() -> None:

@@ -74,7 +74,7 @@ def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, mod
     assert post(http, "score", ids=ids).json()["tokens"] == tokens
     assert post(http, "score", text="").json() == {"tokens": []}
     cut = post(http, "score", ids=[97, 195]).json()["tokens"]
-    assert "".join(token["text"] for token in cut) == "a\ufffd"
+    assert [token["text"] for token in cut] == ["a", "\ufffd"]
     assert len(post(http, "score", text=TEXT).json()["tokens"]) == len(TEXT.encode()) > 32
 
 
@@ -218,10 +218,8 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
             best = make_model(seed=9, **BYTES)
             save_checkpoint(best, ByteTokenizer(), run / BEST)
             assert_scored_by(best, http, "new")
-            newer = (run / BEST).stat()
             # As cp -p does: an older file, in place
             shutil.copy2(snapshot_path(run, 0), run / BEST)
-            assert (run / BEST).stat().st_mtime_ns < newer.st_mtime_ns
             assert_scored_by(first, http, "new")
             save_checkpoint(best, ByteTokenizer(), tmp_path / "best")
             replace(run / BEST, tmp_path / "best")

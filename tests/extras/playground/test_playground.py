@@ -80,7 +80,6 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     wait_until(lambda: "é" in reader.find("#status").text)
     reader.find("#generate").click()
     wait_until(lambda: reader.find("#generate").text == "Generate")
-    assert "é" in reader.find("#status").text
     assert reader.text == f"{written}é"
 
 
@@ -238,10 +237,9 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
     reader.generate()
     texts = [continuation(MODELS[name], PROMPT) for name in ("small", "other")]
     assert [reader.token_text("#first"), reader.token_text("#second")] == texts
-    expected = {}
     for name in ("small", "other"):
-        expected[name] = [loss_of(MODELS[name], text) for text in texts]
-    wait_until(lambda: reader.losses() == expected)
+        losses = [loss_of(MODELS[name], text) for text in texts]
+        wait_until(lambda: reader.losses()[name] == losses)  # noqa: B023
 
 
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
