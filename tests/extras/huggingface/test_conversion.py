@@ -429,14 +429,10 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
 )
 def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     their_model("Llama").save_pretrained(tmp_path)
-    change_config(tmp_path, {"rope_parameters": None, **values})
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    changed = config | {"rope_parameters": None} | values
+    (tmp_path / "config.json").write_text(json.dumps(changed), encoding="utf-8")
     check_refused(tmp_path, "cannot be loaded: ", message)
-
-
-def change_config(folder: Path, values: dict[str, Any]) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | values
-    file.write_text(json.dumps(config), encoding="utf-8")
 
 
 def check_refused(folder: Path, *parts: str) -> None:
