@@ -295,8 +295,7 @@ def test_save_top_k_checkpoints_are_kept_and_no_file_of_the_user_is_one(train):
 def test_a_node_of_the_user_keeps_at_least_one_checkpoint(train):
     target = "minigpt.runs.callbacks.checkpoint_callback.CheckpointCallback"
     own = f"+callbacks.own={{_target_: {target}, save_top_k: 0}}"
-    message = "save_top_k must be an integer ≥ 1, got 0"
-    refused(message, train, own, "callbacks.checkpoint=null")
+    refused("save_top_k must be an integer ≥ 1, got 0", train, own, "callbacks.checkpoint=null")
 
 
 def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp_path):

@@ -68,8 +68,7 @@ def test_only_the_token_files_of_the_run_replace_its_text(train, textless, tmp_p
     pattern = r"mine\.txt does not exist; give a file, .* such as '\S*', or a list \[a.txt,b.txt\]$"
     refused(pattern, train, *textless, folder=tmp_path / "new")
     (meta,) = tmp_path.glob("data/tokens/*/meta.json")
-    content = meta.read_bytes()
-    meta.write_bytes(content.replace(b'"val_fraction": 0.1', b'"val_fraction": 0.11'))
+    meta.write_bytes(meta.read_bytes().replace(b'"val_fraction": 0.1', b'"val_fraction": 0.11'))
     pattern = r"does not exist; .*; or restore its token files: .* has none of the run"
     refused(pattern, train, *textless)
 

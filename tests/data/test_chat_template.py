@@ -158,5 +158,4 @@ def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
     ):
         ours, _ = with_template(folder, chat_template=text)
-        pattern = f"the chat template does not take these messages: .*({message})"
-        refused(pattern, ours, HELLO)
+        refused(f"the chat template does not take these messages: .*({message})", ours, HELLO)

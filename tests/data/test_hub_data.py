@@ -75,8 +75,7 @@ def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
 
 def test_a_text_file_of_a_folder_with_the_layout_of_a_hub_is_one_document(find, stories):
     folder = stories.parent / "texts"
-    texts = {"train_1.txt": "One day.\r\n\r\nTwo dogs.\n", "train_2.txt": "The end."}
-    write_files(folder, texts)
+    write_files(folder, {"train_1.txt": "One day.\r\n\r\nTwo dogs.\n", "train_2.txt": "The end."})
     (source, _) = find("openwebtext", dataset=str(folder))
     assert texts_of(source) == ["One day.\n\nTwo dogs.\n", "The end."]
 

@@ -253,8 +253,7 @@ def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monk
     text = rows(stories(300))
     found = {}
     for n in (1, 2, 4):
-        corpus = prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n)
-        found[n] = in_folder(corpus)
+        found[n] = in_folder(prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n))
     assert found[1] == found[2] == found[4]
 
 

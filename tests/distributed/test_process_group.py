@@ -70,8 +70,7 @@ def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
 def train_both(file: Path) -> None:
     world = distributed.group.WORLD
     replicas = trained(GPT(CONFIG), Replicas(world))
-    shards = trained(shard(GPT(CONFIG)), Shards(world))
-    torch.save({"replicas": replicas, "shards": shards}, file)
+    torch.save({"replicas": replicas, "shards": trained(shard(GPT(CONFIG)), Shards(world))}, file)
 
 
 def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
@@ -104,8 +103,7 @@ def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
 def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     start(ranks, measure_memory, tmp_path, optimizer)
     # Of the size of the weights; Muon has 1 of matrices
-    buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]
-    ideal = 124e6 * 4 * (1 + buffers) / ranks
+    ideal = 124e6 * 4 * (1 + {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]) / ranks
     for rank in range(ranks):
         used = int((tmp_path / str(rank)).read_text(encoding="utf-8"))
         assert 0.98 * ideal <= used <= 1.15 * ideal

@@ -174,8 +174,7 @@ def test_the_first_host_of_a_step_is_where_its_ranks_meet(nodes, monkeypatch):
     for name in (*SRUN, *TORCHRUN, "GROUP_RANK", "SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "1")  # restored after the test
         monkeypatch.delenv(name)
-    given = ["3", "4", "1", "1", "2", nodes]
-    for name, value in zip(SRUN, given, strict=True):
+    for name, value in zip(SRUN, ["3", "4", "1", "1", "2", nodes], strict=True):
         monkeypatch.setenv(name, value)
     _set_as_torchrun()
     found = {name: os.environ[name] for name in TORCHRUN if name != "MASTER_PORT"}

@@ -123,8 +123,7 @@ def test_training_finds_prepared_token_files(call, tmp_path):
     (folder,) = (path for path in (tmp_path / "data" / "tokens").iterdir() if path.is_dir())
     made = folder.stat().st_mtime_ns
     short = ["data.folder=data", "max_steps=1", "schedule.warmup_steps=0"]
-    trained = call("train.py", *settings, *short)
-    assert "warning" not in trained.stderr.lower()
+    assert "warning" not in call("train.py", *settings, *short).stderr.lower()
     assert folder.stat().st_mtime_ns == made
     (tmp_path / "one.jsonl").write_text('{"body": "a line", "text": "another"}')
     score = call("sample.py", "--score", "one.jsonl", "--json")  # by default the field of the run

@@ -400,8 +400,7 @@ def arguments(odd_files, trained, text, tmp_path):
 
 @pytest.mark.parametrize("given", SETTINGS)
 def test_a_setting_that_is_refused_is_one_line_and_leaves_nothing(given, arguments, train, capsys):
-    error = refused(".", train, *arguments(given))
-    message, code = explain(error)
+    message, code = explain(refused(".", train, *arguments(given)))
     assert SETTINGS[given] in message
     assert (code, *capsys.readouterr()) == (2, "", "")
 

@@ -88,8 +88,7 @@ def test_runs_sweeps_and_scripts_work_on_an_imitated_windows(
     assert (read_summary(run)["status"], read_summary(run)["steps"]) == ("completed", steps + 10)
     for named in ([], ["runs/latest"]):
         options = ("--prompt", "7: ", "--max-new-tokens", "5", "--seed", "1")
-        sampled = run_to_end(start("sample.py", *named, *options))
-        assert sampled.stdout.startswith("7: ")
+        assert run_to_end(start("sample.py", *named, *options)).stdout.startswith("7: ")
 
     # A sweep of two seeds in a worker process, Ctrl-Break, its resume without a new worker, and its
     # report.

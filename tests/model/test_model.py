@@ -114,8 +114,7 @@ def test_tied_embeddings_are_one_matrix_with_the_sum_of_both_gradients():
 
 def test_weights_are_initialized_as_gpt2s():
     sizes = {"vocab_size": 999, "n_layer": 8, "n_embd": 128, "block_size": 256}
-    model = make_model(std=None, **sizes)
-    for name, parameter in model.named_parameters():
+    for name, parameter in make_model(std=None, **sizes).named_parameters():
         if parameter.dim() == 2:
             into_the_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
             std = 0.02 / math.sqrt(2 * 8) if into_the_stream else 0.02

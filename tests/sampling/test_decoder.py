@@ -122,8 +122,7 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[
     logits = decode(model, [text], [3])[0]
     assert logits.dtype == torch.bfloat16
     assert_as_exact(logits, model(torch.tensor([text]))[0, 2:], exact, more=1e-3)
-    longer = [text[:3] + tokens(18), text + tokens(18)]
-    assert decode(model, longer, [3, 16]).isfinite().all()
+    assert decode(model, [text[:3] + tokens(18), text + tokens(18)], [3, 16]).isfinite().all()
 
 
 @pytest.mark.parametrize("is_amd", [True, False])

@@ -124,8 +124,7 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
         [-INF, -INF, -INF, -INF],
         [NAN, -INF, 0, INF],
     ]
-    right = [[-INF, 1, 0, -INF], [-3e38, 3e38, -INF, -INF]]
-    logits = torch.tensor(wrong + right)
+    logits = torch.tensor(wrong + [[-INF, 1, 0, -INF], [-3e38, 3e38, -INF, -INF]])
     for penalty in (1.0, 2.0):
         sampling = SamplingSettings(repetition_penalty=penalty, **values)
         drawn = draw(logits, sampling, torch.rand(8), torch.rand(8, 4) < 0.5, unused)
@@ -133,8 +132,7 @@ def test_no_token_is_drawn_from_logits_that_are_nan_or_infinite(
 
 
 def test_top_p_keeps_no_token_after_those_that_reach_it_exactly():
-    kept = filter_logits(torch.zeros(1, 4), SamplingSettings(top_p=0.5)).isfinite()
-    assert kept.sum() == 2
+    assert filter_logits(torch.zeros(1, 4), SamplingSettings(top_p=0.5)).isfinite().sum() == 2
 
 
 def test_temperature_zero_takes_the_first_of_tied_tokens():

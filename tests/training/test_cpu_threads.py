@@ -118,8 +118,7 @@ def test_more_threads_are_tried_after_a_minute_and_then_more_rarely(machine):
         changes, _ = run(computer, balancer, 1000)
         tries = [second for second, threads in changes if threads == 2]
         assert [threads for _, threads in changes] == [1, *[2, 1] * len(tries)]
-        waits = np.diff([0, *tries]).tolist()
-        assert waits == pytest.approx([60, 120, 240, 480], abs=5)
+        assert np.diff([0, *tries]).tolist() == pytest.approx([60, 120, 240, 480], abs=5)
         computer.busy = 0
         run(computer, balancer, 2000)
         assert torch.get_num_threads() == 2
@@ -225,8 +224,7 @@ def test_samples_on_a_terminal_and_of_the_server_use_fewer_threads_too(
     line = "1 thread instead of 2, which had 1.0 cores"
     run = write_run(tmp_path / "run", make_model(vocab_size=256))
     flags = "--num-samples 4 --max-new-tokens 40 --device cpu"
-    shown = call("sample.py", str(run), *flags.split()).stderr
-    assert line in shown.splitlines()[-1]
+    assert line in call("sample.py", str(run), *flags.split()).stderr.splitlines()[-1]
     torch.set_num_threads(2)
     monkeypatch.setattr(module, "time", Waiting())
 

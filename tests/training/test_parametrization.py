@@ -91,8 +91,7 @@ def test_at_four_times_the_base_width_all_values_follow_table_8():
     assert all(block.attention.scale == math.sqrt(16) / 64 for block in model.blocks)
     seen: list[Tensor] = []
     model.final_norm.register_forward_hook(lambda *args: seen.append(args[-1]))
-    logits = model(batch()[0])
-    assert_near(logits, seen[0] @ model.lm_head.weight.T / 4, terms=256)
+    assert_near(model(batch()[0]), seen[0] @ model.lm_head.weight.T / 4, terms=256)
 
 
 def build(**settings: Any) -> GPT:
@@ -104,8 +103,7 @@ def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     t = torch.arange(17)
     start = torch.randint(64, (4, 1), generator=generator)
-    step = torch.randint(1, 7, (4, 1), generator=generator)
-    text = (start + step * t + t % 3) % 64
+    text = (start + torch.randint(1, 7, (4, 1), generator=generator) * t + t % 3) % 64
     return text[:, :-1], text[:, 1:]
 
 

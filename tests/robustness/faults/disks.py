@@ -147,8 +147,7 @@ def no_home(workdir: Path, rng: Random) -> None:
     with tmpfs(workdir, "size=1m,ro") as disk:
         home = rng.choice(["/proc/nonexistent", str(disk)])
         caches = {"XDG_CACHE_HOME": f"{home}/.cache", "XDG_CONFIG_HOME": f"{home}/.config"}
-        env = {"HOME": home, **caches}
-        run = Run(workdir / "run", cold_start=True, env=env)
+        run = Run(workdir / "run", cold_start=True, env={"HOME": home, **caches})
         run.end()
         # Matplotlib prints its temporary cache folder
         assert "Traceback" not in run.stderr, run.stderr
