@@ -1,19 +1,24 @@
-"""The GPT compared with torch's transformer layers, its published sizes and invariants."""
+"""The GPT against torch's transformer layers; attention, norms and activations against formulas."""
 
 import math
 import re
+from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from exported import MODELS
 from hydra import compose, initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import make_model
 from omegaconf import OmegaConf
 from small_runs import CONFIGS
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,10 +26,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from minigpt import generate
 from minigpt.extras.interpret.heads import attention_maps, without_head
 from minigpt.model import attention
+from minigpt.model.attention import (
+    MultiHeadAttention,
+    attend,
+    attend_explicit,
+    rotary_table,
+    rotate,
+)
 from minigpt.model.changes import find_change
 from minigpt.model.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
-from minigpt.model.ops import ACTIVATIONS, NORMS
+from minigpt.model.ops import ACTIVATIONS, NORMS, apply_dropout, relu_squared, rms_norm
 from minigpt.sampling.fast.fast_decoder import FastDecoder
+from minigpt.utils.errors import UserError
 
 LLAMA = {
     "position": "rope",
@@ -337,3 +350,282 @@ def test_flops_per_token_equal_those_of_a_training_step(
         model(tokens, tokens).backward()
     flops = counter.get_total_flops() / tokens.numel()
     assert flops == pytest.approx(model.config.flops_per_token(), rel=0.01)
+
+
+TERMS = 24 + 6 + 9 + 24  # of the modules below: projection, scores, values, output
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    B, K, groups, T = (draw(st.integers(1, most)) for most in (2, 2, 3, 4))
+    S, D, E = (draw(st.integers(1, most)) for most in (8, 6, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    shapes = {"q": (B, K * groups, T, D), "k": (B, K, S, D), "v": (B, K, S, E)}
+    problem: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        problem[name] = torch.randn(shape, generator=generator).to(dtype)
+    problem["mask"] = None
+    if draw(st.booleans()):
+        sizes = [draw(st.sampled_from([1, size])) for size in (B, K * groups, T, S)]
+        shape = sizes[draw(st.integers(0, 4)) :]  # from a number to (B, H, T, S)
+        share = draw(st.sampled_from([0.2, 0.5, 0.9]))
+        problem["mask"] = torch.rand(shape, generator=generator) < share
+    problem["causal"] = draw(st.booleans())
+    problem["scale"] = draw(st.none() | st.floats(0.01, 1.5))
+    return problem
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_fused_and_explicit_attention_equal_the_formula_in_value_and_gradient(
+    problem: dict[str, Any],
+):
+    inputs = [problem[name].requires_grad_() for name in "qkv"]
+    dtype = problem["q"].dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected, expected_weights = formula(**{**problem, **dict(zip("qkv", exact, strict=True))})
+    direction = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
+    references = torch.autograd.grad(expected, exact, direction.double())
+    explicit, weights = attend_explicit(**problem)
+    assert_near(weights.double(), expected_weights, *inputs, terms=8 + 6, dtype=dtype)
+    for y in (attend(**problem), explicit):
+        assert y.dtype == dtype
+        assert_near(y.double(), expected, *inputs, terms=8 + 6, dtype=dtype)
+        gradients = torch.autograd.grad(y, inputs, direction)
+        for gradient, reference in zip(gradients, references, strict=True):
+            assert_near(gradient.double(), reference, *inputs, terms=2 * (8 + 6), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("bias", "causal", "padded"), [(True, True, True), (False, True, False), (True, False, True)]
+)
+def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: bool, padded: bool):
+    reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = MultiHeadAttention(24, 4, bias=bias, causal=causal, scale=0.2)
+    weights = {}
+    for name, weight in reference.state_dict().items():
+        weights[name.replace("in_proj_", "qkv.").replace("out_proj", "out")] = weight
+    ours.load_state_dict(weights)
+    for name, projection in reference.named_parameters():
+        if name.startswith("in_proj"):  # of the queries: the module's own scale is 1/√6
+            projection.data[:24] *= 0.2 * math.sqrt(6)
+    x = torch.randn(2, 7, 24)
+    masks: dict[str, Any] = {"attn_mask": torch.ones(7, 7).triu(1).bool() if causal else None}
+    mask = None
+    if padded:
+        masks["key_padding_mask"] = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+        mask = ~masks["key_padding_mask"][:, None, None]
+    expected, expected_weights = reference(x, x, x, **masks, average_attn_weights=False)
+    assert_near(ours(x, mask=mask), expected, terms=TERMS)
+    assert_near(ours.attention_weights(x, mask=mask), expected_weights, terms=TERMS)
+
+
+def test_rotation_multiplies_pairs_as_complex_numbers():
+    x = torch.randn(2, 10, 3, 8)
+    start = 1_000_003
+    positions = torch.arange(start, start + 10)[:, None, None]
+    angle = positions * 50.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    turn = torch.polar(torch.ones_like(angle), angle)
+    expected = torch.complex(x[..., :4], x[..., 4:]) * turn
+    rotated = rotate(x, rotary_table(10, 8, 50.0, start=start))
+    assert_near(rotated, torch.cat((expected.real, expected.imag), -1).float(), x, terms=2)
+
+
+# The fused kernel, and the formula
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_weights(dtype: torch.dtype):
+    attention = MultiHeadAttention(64, 4, dropout=0.2).to(dtype)
+    attention.out = nn.Identity()
+    # A token sees itself alone
+    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(-1, (4, 16))
+    # Of 20,000 weights, more than five standard deviations; dropout of the output is rarer
+    assert (y == 0).all(-1).float().mean().item() == pytest.approx(0.2, abs=0.015)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_attends_to_itself_exactly(dtype: torch.dtype):
+    q, k, v = torch.randn(3, 2, 3, 1, 8, dtype=dtype)
+    assert torch.equal(attend(q, k, v, causal=True), v)
+
+
+def test_a_width_that_heads_do_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"^n_embd must be divisible by n_head=4, got 10"):
+        MultiHeadAttention(10, 4)
+
+
+def formula(q, k, v, *, causal, mask, scale) -> tuple[Tensor, Tensor]:
+    """Compute attention one query at a time over its visible keys: output and weights."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1:3]
+    visible = torch.ones(B, H, T, S, dtype=torch.bool) if mask is None else mask.expand(B, H, T, S)
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    rows = []
+    outputs = []
+    for b, h, t in product(range(B), range(H), range(T)):
+        group = h * K // H
+        seen = visible[b, h, t] & (torch.arange(S) <= (t + S - T if causal else S))
+        raised = (k[b, group] @ q[b, h, t] * scale).exp() * seen
+        rows.append(raised / (raised.sum() if seen.any() else 1))
+        outputs.append(rows[-1] @ v[b, group])
+    return torch.stack(outputs).view(B, H, T, -1), torch.stack(rows).view(B, H, T, S)
+
+
+def assert_same(
+    function: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor
+) -> None:
+    """Compare results, and the gradients of a random weighting of them by every input."""
+    found = []
+    for one in (function, reference):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        y = one(*leaves)
+        weighting = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        found.append([y.detach(), *torch.autograd.grad((y * weighting).sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert_near(a, b, terms=288)  # numbers in the largest input
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_rms_norm_equals_torchs(scale: float):
+    x = scale * torch.randn(2, 4, 9, 8)
+    weight, bias = torch.randn(2, 8)
+
+    def reference(x: Tensor, w: Tensor | None = None, b: Any = 0.0) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b
+
+    for tensors in ([x], [x.transpose(0, -2), weight], [x, weight, bias]):
+        assert_same(rms_norm, reference, *tensors)
+
+
+def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32():
+    """Others are computed in the type of their input."""
+    before = torch.is_autocast_enabled("cuda")
+    found = {}
+    try:
+        torch.set_autocast_enabled("cuda", True)  # `torch.autocast` asks for a GPU
+        with FakeTensorMode():  # types and shapes alone, on any device
+            x = torch.empty(2, 8, device="cuda", dtype=torch.bfloat16)
+            weight = torch.empty(8, device="cuda")
+            for name, norm in NORMS.items():
+                found[name, True] = norm(x, None).dtype
+                found[name, False] = norm(x, weight).dtype
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+    reduced = {key for key, dtype in found.items() if dtype == torch.bfloat16}
+    assert reduced == {("rmsnorm", True), ("rmsnorm_noscale", True)}
+    assert set(found.values()) == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_the_weights_of_a_norm_may_have_another_type_than_its_input(
+    dtypes: tuple[torch.dtype, torch.dtype],
+):
+    x = torch.randn(2, 4, 8).to(dtypes[0])
+    weight = torch.randn(8).to(dtypes[1])
+    for norm in NORMS.values():
+        assert torch.equal(norm(x, weight), norm(x, weight.to(x.dtype)))
+
+
+def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
+    x = torch.zeros(2, 8, requires_grad=True)
+    y = rms_norm(x)
+    y.sum().backward()
+    assert not y.any()
+    assert x.grad.isfinite().all()
+
+
+def test_relu_squared_equals_torchs_and_in_bfloat16_that_of_64_bits_rounded():
+    x = torch.randn(3, 5, 16)
+    assert_same(relu_squared, lambda x: F.relu(x).square(), x)
+    x = x.bfloat16().requires_grad_()
+    positive = F.relu(x.detach().double())
+    assert_near(relu_squared(x).double(), positive.square(), terms=1, dtype=torch.bfloat16)
+    (found,) = torch.autograd.grad(relu_squared(x).sum(), x)
+    assert_near(found.double(), 2 * positive, terms=1, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16)])
+def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, dtype: torch.dtype):
+    x = torch.ones(1_000_003, dtype=dtype, requires_grad=True)
+    y = apply_dropout(x, p)
+    dropped = (y == 0).float()
+    deviation = (p * (1 - p) / len(x)) ** 0.5
+    for i in range(4):  # elements that share a random number
+        assert dropped[i::4].mean().item() == pytest.approx(p, abs=5 * 2 * deviation)
+    centered = dropped - p
+    for lag in (1, 2, 3, 4, 8):
+        covariance = (centered[lag:] * centered[:-lag]).mean().item()
+        assert covariance == pytest.approx(0, abs=5 * p * (1 - p) / len(x) ** 0.5)
+    kept = y[dropped == 0].double()
+    assert_near(kept, torch.full_like(kept, 1 / (1 - p)), terms=1, dtype=dtype)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y)
+    assert apply_dropout(x, p, training=False) is x
+    torch.manual_seed(0)
+    assert torch.equal(apply_dropout(x, p), y)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_reverse_mode():
+    settings = {"norm": "rmsnorm", "activation": "relu2", "position": "rope", "qk_norm": True}
+    model = make_model(std=None, smear=1, **settings)
+    weights = dict(model.named_parameters())
+    ids = torch.randint(23, (3, 9))
+
+    def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:  # (9,)
+        return torch.func.functional_call(model, weights, (ids[None, :-1], ids[None, 1:]))
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for i in range(3):
+        gradients = torch.autograd.grad(loss(weights, ids[i]), [*weights.values()])
+        assert_close([*gradients], [gradient[i] for gradient in per_sample.values()])
+    # The fused kernel has neither
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        vectors = {name: torch.randn_like(weight) for name, weight in weights.items()}
+        of_first = torch.func.grad(lambda weights: loss(weights, ids[0]))
+        _, forward = torch.func.jvp(of_first, (weights,), (vectors,))
+        first = loss(weights, ids[0])
+        gradients = torch.autograd.grad(first, [*weights.values()], create_graph=True)
+        products = torch.autograd.grad(gradients, [*weights.values()], [*vectors.values()])
+    assert_close([*products], [*forward.values()], rtol=1e-4, atol=1e-4)
+
+
+def gated_tanh(x: Tensor) -> Tensor:
+    gate, x = x.chunk(2, dim=-1)
+    return gate.tanh() * x
+
+
+def mean_abs_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight + bias
+
+
+@pytest.mark.parametrize(
+    ("setting", "functions", "function", "sizes", "size"),
+    [
+        ("activation", ACTIVATIONS, gated_tanh, UP_PROJECTIONS, 2),
+        ("norm", NORMS, mean_abs_norm, NORM_PARAMS, ("weight", "bias")),
+    ],
+)
+def test_a_function_and_its_size_add_an_activation_or_a_norm_to_model_and_sampling(
+    setting: str,
+    functions: Any,
+    function: Any,
+    sizes: Any,
+    size: Any,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with pytest.raises(UserError, match=f"model.{setting} must be one of"):
+        GPTConfig(**{setting: "new"})
+    monkeypatch.setitem(functions, "new", function)
+    monkeypatch.setitem(sizes, "new", size)
+    model = make_model(**{setting: "new"})
+    prompt = [3, 1]
+    assert model.config.num_params() == model.num_params()
+    (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
+    full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
+    expected = full.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert_near(torch.tensor(sample.logprobs), expected, full, terms=terms_of(model.config))

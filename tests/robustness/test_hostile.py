@@ -1,4 +1,4 @@
-"""Hostile checkpoint files are rejected with one line, in bounded time, and execute nothing."""
+"""Hostile and mutated files are refused with one line, in bounded time, and execute nothing."""
 
 import io
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fuzz
 import pytest
 import torch
 from models import make_model
@@ -290,3 +291,10 @@ def test_a_configuration_inside_a_checkpoint_is_data(
                 validation_batches(checkpoint, load_checkpoint(checkpoint)[0])
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("inputs", [500, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", fuzz.READERS)
+def test_a_reader_accepts_a_mutated_input_or_refuses_it_with_one_line(name: str, inputs: int):
+    counts = fuzz.fuzz(name, int(inputs * fuzz.READERS[name][0]), seed=1)
+    assert min(counts["accepted"], counts["refused"]) > 0

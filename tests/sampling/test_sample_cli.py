@@ -1,6 +1,7 @@
-"""`scripts/sample.py`: stdout and stderr, JSON, prompts, ends, errors."""
+"""`scripts/sample.py`: stdout and stderr, JSON, prompts, scores, errors, folders of transformers."""
 
 import codecs
+import math
 import os
 import random
 import re
@@ -10,15 +11,25 @@ from select import select
 
 import numpy as np
 import pytest
+import torch
+from corpora import corpus_of, on_disk, rows
 from processes import Script
 from sampled import BLOCK_SIZE, chain, error, samples, write_to
+from servers import make_instruct_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.data import readers
 from minigpt.data.readers import read_texts
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import (
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    encode_prompt,
+)
 from minigpt.runs.callbacks.samples import SamplesCallback, sample_text
-from minigpt.sampling.generation import generate
+from minigpt.sampling.generation import generate, score
 from minigpt.sampling.sample_cli import read_prompt
 from minigpt.training.precision import find_device
 
@@ -236,3 +247,133 @@ def test_a_long_prompt_without_a_place_to_cut_is_tokenized_in_the_parts_of_train
     expected = np.concatenate([tokenizer.encode(chunk.text) for chunk in chunks]).tolist()
     assert expected != tokenizer.encode(text).tolist()  # a merge spans two parts
     assert read_prompt(tokenizer, None, str(file), settings) == (text, expected)
+
+
+TEXT = "a fox, a café.\n"
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "separated"])
+def test_a_score_is_the_log_likelihood_of_the_text_also_in_a_table(name, saves, sample):
+    (found,) = samples(sample(saves[name], "--score", "-", "--json", stdin=TEXT.encode()))
+    model, tokenizer = load_checkpoint(saves[name])
+    ids = tokenizer.encode(TEXT).tolist()
+    rated = score(model, ids, tokenizer.start.tolist())
+    ranks = rated.ranks.tolist()
+    values = {"tokens": len(ids), "bytes": 16, "nats": rated.nats}
+    values["nats_per_token"] = rated.nats / len(ids)
+    values["bits_per_byte"] = rated.nats / math.log(2) / 16
+    per_token = {"token_ids": ids, "logprobs": rated.logprobs.tolist(), "ranks": ranks}
+    assert found == values | per_token
+    result = sample(saves[name], "--score", "-", stdin=TEXT.encode())
+    output = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
+    for key, value in values.items():
+        assert float(output[key.replace("_", " ")]) == pytest.approx(value, abs=1e-4)
+    assert output["top-1 accuracy"].startswith(f"{ranks.count(0)} of {len(ids)} tokens ")
+
+
+@pytest.mark.parametrize("name", ["char", "bpe"])
+def test_a_score_is_of_the_text_after_the_prompt(name, saves, sample):
+    model, tokenizer = load_checkpoint(saves[name])
+    ids = tokenizer.encode(TEXT).tolist()
+    Path("prompt.txt").write_text("a dog, a café", encoding="utf-8")
+    nats = []
+    given = (("--prompt", "the ", "the "), ("--prompt-file", "prompt.txt", "a dog, a café"))
+    for flag, value, prompt in given:
+        before = tokenizer.encode(prompt).tolist()
+        result = sample(saves[name], "--score", "-", "--json", flag, value, stdin=TEXT.encode())
+        (found,) = samples(result)
+        with torch.no_grad():  # the texts are shorter than the block
+            logits = model(torch.tensor([[*before, *ids]]))[0, len(before) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(ids)), ids]
+        assert found["logprobs"] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (found["tokens"], found["bytes"]) == (len(ids), 16)
+        nats.append(found["nats"])
+    assert nats[0] != pytest.approx(nats[1])
+
+
+def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_path):
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    text = tmp_path / "texts/a.md"
+    text.write_bytes(codecs.BOM_UTF8 + TEXT.encode())
+    lines = rows([TEXT, "", "the lazy dog", "a fox"])
+    (tmp_path / "texts/deep/b.jsonl").write_text(lines, encoding="utf-8")
+    _, tokenizer = load_checkpoint(saves["separated"])
+    for path in ("texts", "**/*.jsonl"):
+        corpus = corpus_of(text, tmp_path, tokenizer.to_dict(), val_path=str(tmp_path / path))
+        ids = on_disk(corpus)[1]
+        (found,) = samples(sample(saves["separated"], "--score", path, "--json"))
+        assert (found["token_ids"], found["bytes"]) == (ids, corpus.val.bytes)
+        bits = found["nats"] / math.log(2) / corpus.val.bytes
+        assert found["bits_per_byte"] == pytest.approx(bits)
+        flags = ["--json", "--max-new-tokens", 1]
+        (one,) = samples(sample(saves["separated"], "--prompt-file", path, *flags))
+        assert encode_prompt(tokenizer, one["prompt"]).tolist() == ids
+
+
+@pytest.fixture(scope="module")
+def started(once):
+    """A folder whose tokenizer adds a start token, and whose texts end at two of its tokens."""
+    options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    return once("started", lambda path: make_instruct_folder(path, **options))
+
+
+def load(folder):
+    """Return the model and the tokenizer of a folder, as transformers loads them."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def greedy(model, ids):
+    """Return the ids (1, T) that transformers generates after these ids (1, T)."""
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 3}
+    return model.generate(ids, **options)[:, ids.size(1) :]
+
+
+FLAGS = ["--temperature", 0, "--max-new-tokens", 12]
+
+
+def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(
+    started, sample, tmp_path
+):
+    model, tokenizer = load(started)
+    for text in ("", "Hello the number", "a<|im_end|>\nb<|endoftext|>c"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        (expected,) = greedy(model, ids).tolist()
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+        for flags in (("--prompt", text), ("--prompt-file", "text.txt")):
+            (one,) = samples(sample(started, *flags, "--json", *FLAGS))
+            assert (one["prompt"], one["tokens"]) == (text, expected)
+        if text:
+            (found,) = samples(sample(started, "--score", "text.txt", "--json"))
+            loss = model(ids, labels=ids).loss.item()
+            assert found["token_ids"] == ids[0, 1:].tolist()
+            assert found["nats_per_token"] == pytest.approx(loss, abs=1e-5)
+            assert found["bytes"] == len(text)
+    lines = sample(started, "--max-new-tokens", 1).stderr.splitlines()
+    assert lines[-2] == "no prompt: starting from '<|endoftext|>'"
+
+
+def test_each_end_token_of_a_folder_ends_a_sample(started, sample):
+    flags = ["--json", "--max-new-tokens", 150, "--num-samples", 30, "--temperature", 3]
+    lasts = set()
+    for one in samples(sample(started, "--prompt", "Hello", *flags)):
+        assert not {1, 2, 4} & {*one["tokens"][:-1]}
+        assert one["reason"] == ("stop" if one["tokens"][-1] in (1, 2, 4) else "length")
+        lasts.add(one["tokens"][-1])
+    assert lasts >= {1, 2, 4}
+
+
+def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_path):
+    folder = make_instruct_folder(tmp_path / "instruct")
+    model, tokenizer = load(folder)
+    messages = [{"role": "user", "content": "Hello\n"}]
+    options = {"add_generation_prompt": True, "return_tensors": "pt"}
+    ids = tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    answer = tokenizer.decode(greedy(model, ids)[0], skip_special_tokens=True)
+    flags = [folder, "--prompt", "Hello\n", *FLAGS]
+    assert sample(*flags, "--chat").stdout == f"{answer}\n"
+    raw = sample(*flags)
+    assert raw.stdout.startswith("Hello\n")
+    assert "has a chat template, which is not applied to the prompt; set --chat" in raw.stderr
+    (folder / "chat_template.jinja").unlink()
+    assert error(sample(folder, "--chat")).startswith("error: --chat needs a chat template, and ")

@@ -1,22 +1,26 @@
-"""Errors are one line on stderr; the exit code distinguishes bad input from a failed run."""
+"""Errors are one line on stderr, with an exit code; files are written at once."""
 
 import errno
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import pytest
+from corpora import sha256
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from small_runs import ROOT, composed
 
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import PARTIAL, atomic_write, checksums
 from minigpt.utils.ranks import RANK_ZERO_PID, is_rank_zero, rank_variables
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import warn
@@ -220,3 +224,35 @@ def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(start
 def test_a_signal_is_not_swallowed_by_except_exception():
     with pytest.raises(Interrupted), raise_on_signal(), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_them(tmp_path):
+    """As those of two containers do that share a data folder."""
+    file = tmp_path / "file"
+    with atomic_write(file) as one:
+        one.write_text("one")
+        with atomic_write(file) as other:
+            assert fnmatch(other.name, f".file.{PARTIAL}")
+            other.write_text("oth")  # half of it
+            one.write_text("one whole")
+    assert file.read_text(encoding="utf-8") == "one whole"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_checksums_are_cached_until_the_file_is_written(tmp_path):
+    file = tmp_path / "a.txt"
+    folder = tmp_path / "data"
+    cache = folder / "checksums.json"
+    file.write_bytes(b"first")
+    assert checksums([file], folder) == [sha256(b"first")]
+    kept = json.loads(cache.read_text(encoding="utf-8"))
+    assert list(kept.values()) == [sha256(b"first")]
+    cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")), encoding="utf-8")
+    assert checksums([file], folder) == ["remembered"]  # from the cache
+    times = file.stat()
+    file.write_bytes(b"later")  # same size and time
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert checksums([file], folder) == [sha256(b"later")]
+    cache.write_text("damaged")
+    assert checksums([file], folder) == [sha256(b"later")]
+    assert checksums([file], file) == [sha256(b"later")]  # which cannot be written
