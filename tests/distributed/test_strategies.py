@@ -35,7 +35,7 @@ from minigpt.utils.errors import RunError
 from minigpt.utils.ranks import SRUN, TORCHRUN
 
 # The last batch of the 125 windows of the validation split has one, so that a rank has none.
-SETTINGS = ["max_steps=10", "eval_every=5", "log_every=1", "data.eval_batch_size=62"]
+SETTINGS = ["max_steps=6", "eval_every=3", "log_every=1", "data.eval_batch_size=62"]
 # Batches of 4 and 3 sequences.
 MUON = ["optimizer=muon", "ema_decay=0.9", "trainer.accumulate_grad_batches=2", "data.batch_size=7"]
 # How a run is spread, its other settings, and a relative tolerance: rounding, and of bfloat16.

@@ -292,9 +292,9 @@ WRONG = {
 @pytest.mark.parametrize("settings", [{}, {"ngram": 2, "smear": 1, "position": "rope"}])
 def test_a_batch_that_does_not_fit_is_one_clear_error(settings: dict[str, Any]):
     model = make_model(**settings)
-    for message, given in WRONG.items():
+    for message, batch in WRONG.items():
         with pytest.raises(ValueError, match=re.escape(message)):
-            model(*map(torch.tensor, given))
+            model(*map(torch.tensor, batch))
 
 
 def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():

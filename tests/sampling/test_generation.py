@@ -105,15 +105,15 @@ def test_stream_yields_the_tokens_of_generate_and_every_setting_changes_them():
     changed |= {"temperature": 3.0, "repetition_penalty": 3.0, "seed": 5}
     changed |= {"num_samples": 2, "logprobs": True}
     one_each = [{name: value} for name, value in changed.items()]
-    for settings in ({}, *one_each, {"stop": ["a"], "tokenizer": Letters()}):
-        whole = generate(model, [3, 7], max_new_tokens=12, **settings)
-        steps = list(stream(model, [3, 7], max_new_tokens=12, **settings))
+    for options in ({}, *one_each, {"stop": ["a"], "tokenizer": Letters()}):
+        whole = generate(model, [3, 7], max_new_tokens=12, **options)
+        steps = list(stream(model, [3, 7], max_new_tokens=12, **options))
         assert len(steps[0].tokens) == len(whole)
         for i, sample in enumerate(whole):
             assert sample.tokens == [step.tokens[i] for step in steps[: len(sample.tokens)]]
             found = [step.logprobs[i] for step in steps if step.logprobs]
             assert sample.logprobs == found
-        assert (whole == plain) == (not settings), settings
+        assert (whole == plain) == (not options), options
 
 
 STOP_PROMPTS = [[0, 1, 0, 1], [0]]

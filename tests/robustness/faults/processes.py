@@ -149,7 +149,7 @@ FAULTS = [
     Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20, "ci"),
     Fault("SIGINT at a random time", partial(interrupt, signal.SIGINT, False), 20, "slow"),
     Fault("SIGUSR1 (preemption) at a random time", partial(interrupt, signal.SIGUSR1, False), 20),
-    Fault("SIGHUP (closed terminal) at a random time", close_terminal, 20, "fast"),
+    Fault("SIGHUP (closed terminal) at a random time", close_terminal, 20, "ci"),
     Fault("SIGTERM during startup", partial(interrupt, signal.SIGTERM, True), 6),
     Fault("SIGINT during startup", partial(interrupt, signal.SIGINT, True), 6),
     Fault("SIGUSR1 (preemption) during startup", partial(interrupt, signal.SIGUSR1, True), 6),
