@@ -120,16 +120,26 @@ def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, 
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path):
-    message = r"vocab_size must be at least the tokenizer's 256, got 23"
-    refused(message, save_checkpoint, make_model(), ByteTokenizer(), tmp_path / "a.safetensors")
+    refused(
+        r"vocab_size must be at least the tokenizer's 256, got 23",
+        save_checkpoint,
+        make_model(),
+        ByteTokenizer(),
+        tmp_path / "a.safetensors",
+    )
     assert not any(tmp_path.iterdir())
 
 
 def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
     for resume in (str(tmp_path), "auto"):
-        message = "holds a model without its run; use a checkpoint of a training run"
-        refused(message, find_resumed, resume, tmp_path, checkpoint())
+        refused(
+            "holds a model without its run; use a checkpoint of a training run",
+            find_resumed,
+            resume,
+            tmp_path,
+            checkpoint(),
+        )
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -173,9 +183,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("value", [Path("runs"), {(1, 2): 3}, [[{"a": print}]]], ids=repr)
 def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path, value):
-    message = r"tensors and plain data only; callbacks\.x.* is of type"
     content = checkpoint() | {"callbacks": {"x": value}}
-    refused(message, write, content, tmp_path / "a.safetensors")
+    refused(
+        r"tensors and plain data only; callbacks\.x.* is of type",
+        write,
+        content,
+        tmp_path / "a.safetensors",
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -183,8 +197,11 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
-    message = rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"
-    refused(message, load_checkpoint, tmp_path / "a.safetensors")
+    refused(
+        rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}",
+        load_checkpoint,
+        tmp_path / "a.safetensors",
+    )
 
 
 def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monkeypatch):

@@ -140,8 +140,9 @@ def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path,
         assert (found.source, found.revision, model_name(found)) == (source, commit, source)
         expected = load_file(gpt2_folder / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(found.load().wte.weight, expected)
-    message = "someone/other does not exist, and cannot be downloaded"
-    refused(message, find_pretrained, "someone/other")
+    refused(
+        "someone/other does not exist, and cannot be downloaded", find_pretrained, "someone/other"
+    )
 
 
 @pytest.mark.network

@@ -495,5 +495,10 @@ def test_token_files_of_another_split_are_refused_whatever_the_settings_are(
 ):
     folder = folder_of(corpus_of(text, tmp_path, val_fraction=0.2))
     bins = [f"data.{split}_bin={folder}/{split}.bin" for split in ("train", "val")]
-    pattern = r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"
-    refused(pattern, train, *bins, "max_steps=21", f"resume={trained()}")
+    refused(
+        r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)",
+        train,
+        *bins,
+        "max_steps=21",
+        f"resume={trained()}",
+    )

@@ -350,8 +350,11 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
     assert find("data") == [Path(name) for name in texts[1:4]]
     for path in ("runs/x/samples.txt", output[6], "**/tinyshakespeare.txt", "runs/*/samples.txt"):
         assert len(find(path)) == 1
-    message = r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier"
-    refused(message, find, "runs/x")
+    refused(
+        r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier",
+        find,
+        "runs/x",
+    )
 
 
 def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_path, capsys):
@@ -456,8 +459,11 @@ def test_nothing_of_the_user_is_replaced_by_a_download_or_the_stand_in(
         assert corpus.name.startswith("little-stand-in-")
     copy = f"little-{sha256(LITTLE)[:12]}.txt"
     read[copy] = occupy(folder / copy, kind)
-    pattern = f"^{folder / copy} must be free, or have the checksum of its name;"
-    refused(pattern, sources.find_text, server.settings)
+    refused(
+        f"^{folder / copy} must be free, or have the checksum of its name;",
+        sources.find_text,
+        server.settings,
+    )
     assert {name: of_user() for name, of_user in read.items()} == before | {copy: read[copy]()}
     assert server.requests == 7
 
