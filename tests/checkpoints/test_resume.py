@@ -84,7 +84,6 @@ class At(Callback):
 
 
 def at(hook: str, do: Callable[[Any, Any], None], batch: int | str = "null") -> list[str]:
-    """Return the overrides of a callback, the last one, that calls a function in a hook."""
     node = f"{{_target_: test_resume.At, hook: {hook}, do: {do.__name__}, batch: {batch}}}"
     return [f"+callbacks.zz={node}"]
 
@@ -162,8 +161,6 @@ def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, dama
 
 
 class Own(Callback):
-    """Logs the step, and a number of its own, in every hook that may log."""
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         pl_module.log_dict({"own": float(trainer.global_step), "step": 99.0})
 
@@ -392,7 +389,7 @@ def test_a_run_that_is_terminated_at_a_step_that_16_mixed_skips_resumes_bit_for_
 
 
 def test_a_run_resumes_on_a_gpu_with_the_other_16_bit_type(train):
-    """Of bfloat16, there is no loss scale to restore."""
+    # Of bfloat16, there is no loss scale to restore
     line = ["max_steps=6", "eval_every=2", "resume=auto"]
     for more, precision, steps in (
         (["trainer.precision=bf16-mixed", "pause_at=2"], "bf16-mixed", 2),
@@ -449,7 +446,6 @@ def test_a_run_whose_documents_were_cut_elsewhere_by_an_earlier_version_is_not_r
 
 @pytest.fixture
 def textless(train, trained, text, tmp_path):
-    """Return the settings that resume a run that paused, whose text is gone."""
     same = [f"data.path={tmp_path}/mine.txt", *OFTEN]
     shutil.copy(text, tmp_path / "mine.txt")
     train(*same, "pause_at=7")

@@ -8,7 +8,6 @@ from minigpt.data import sources
 
 @pytest.fixture
 def find(tmp_path):
-    """Find the training and the validation source (or None) of files in configs/data/."""
 
     def find_(*names, **changes):
         data = values() | {"folder": str(tmp_path / "data")}

@@ -345,7 +345,7 @@ def test_a_folder_in_the_place_of_token_files_is_refused_and_stays(tmp_path):
 def test_hosts_that_do_not_see_the_locks_of_each_other_prepare_the_same_files(
     tmp_path, monkeypatch
 ):
-    """One host begins and ends while another is at work."""
+    # One host begins and ends while another is at work
     text = "\n".join(stories(50))
     hosts = iter(["one", "other", "whole"])
     monkeypatch.setattr(preparation, "_lock", lambda _: nullcontext())

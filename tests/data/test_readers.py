@@ -364,7 +364,6 @@ def test_a_text_that_begins_with_a_bracket_is_a_text(tmp_path, text):
 
 
 def archives(folder):
-    """Files that hold a text in another format, by what their error says."""
     text = folder / "inside.txt"
     text.write_text("To be, or not to be")
     with tarfile.open(folder / "tar", "w") as tar:
@@ -393,7 +392,7 @@ def test_another_format_is_named_with_its_way_to_text(tmp_path):
 
 
 def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch):
-    """Each block is split once: a line of many blocks is not joined with each."""
+    # Each block is split once: a line of many blocks is not joined with each
     read = []
     decode = readers._decode
     lines = [f'{{"text": "{text}"}}\r\n' for text in ("é" * 5000, r"b\r\n", "")]

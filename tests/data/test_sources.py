@@ -194,7 +194,7 @@ def test_a_corpus_has_the_name_of_its_file_or_of_the_fixed_part_of_its_pattern(
 
 
 def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
-    """Token files are found by them."""
+    # Token files are found by them
     texts = {"a.txt": b"a", "b.md": b"b", "c.jsonl": b'{"text": "a"}\n{"text": "b"}'}
     write_files(tmp_path, texts)
     sums = [sha256(content) for content in texts.values()]
@@ -425,7 +425,6 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(
 
 
 def occupy(path, kind):
-    """Put something of the user at a path; return a function that reads it."""
     if kind == "folder":
         path.mkdir()
         (path / "notes.md").write_text("of the user")
@@ -493,7 +492,6 @@ VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 @pytest.fixture
 def stories(tmp_path, monkeypatch):
-    """A folder with the layout of a hub data set, without a hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
@@ -526,7 +524,7 @@ def test_a_folder_with_the_layout_of_a_hub_is_read_with_its_validation_split_if_
 def test_the_checksum_of_a_folder_is_that_of_the_rows_that_are_read(
     find, stories, tmp_path, monkeypatch
 ):
-    """Not of its path, nor of other files in it."""
+    # Not of its path, nor of other files in it
     source, val = find(*HUB, dataset=str(stories))
     (stories / "README.md").write_text("# Stories")
     (stories / ".cache").write_text("hidden")

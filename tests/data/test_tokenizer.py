@@ -298,7 +298,6 @@ def folder(tmp_path):
 
 
 def with_template(folder, **config):
-    """Add values to `tokenizer_config.json`; return our template, and transformers' tokenizer."""
     file = folder / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(values | config), encoding="utf-8")

@@ -64,7 +64,6 @@ def torchrun(hosts: Hosts, host: int, options: str, overrides: list[str]) -> Any
 
 
 def on_all(hosts: Hosts, ranks: int, overrides: list[str]) -> list[Any]:
-    """Start a training on two hosts, as the documents do."""
     more = f"--nnodes=2 --nproc-per-node={ranks}"
     options = [f"{given} {more}".replace("HOST", "a") for given in DOCUMENTED]
     return [torchrun(hosts, host, each, overrides) for host, each in enumerate(options)]
@@ -142,7 +141,6 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small,
         launchers = {host: torchrun(hosts, host, ELASTIC, elastic) for host in range(3)}
 
         def survive(fault: Callable[[int], None], *numbers: int) -> None:
-            """Let a fault befall hosts, and wait until there is another step."""
             wait_until((run / LAST).exists)
             before = starts()
             for host in numbers:

@@ -77,7 +77,6 @@ def check_as_one(name: str, folder: Path, trained: Callable[..., Path]) -> None:
 
 @pytest.fixture(scope="module")
 def together(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of runs of two ranks in the same two processes, of which the last fails."""
     folder = tmp_path_factory.mktemp("together")
     runs = [overrides(name, text, folder) for name in ("ddp", "sharded")]
     fails = [*FAILS, "+callbacks.fail.killed=false", f"hydra.run.dir={folder}/failed"]
@@ -106,7 +105,7 @@ def test_the_own_error_of_a_rank_is_the_reason(together):
 def test_a_run_resumes_with_any_strategy_as_if_it_had_not_paused(
     train, trained, tmp_path, optimizer
 ):
-    """With blocks and embeddings that have several names, and averages of the weights."""
+    # With blocks and embeddings that have several names, and averages of the weights
     model = ["model.layer_repeats=2", "model.tie_embeddings=true", "ema_decay=0.9"]
     steps = ["max_steps=8", "eval_every=2", "log_every=1", "schedule.warmup_steps=1"]
     same = [*model, *steps, f"optimizer={optimizer}", "resume=auto"]
@@ -159,7 +158,7 @@ def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(
 
 @pytest.mark.slow
 def test_ranks_of_srun_train_as_one(small, trained, tmp_path):
-    """Without --ntasks-per-node, in a job with more tasks, and with variables of its script."""
+    # Without --ntasks-per-node, in a job with more tasks, and with variables of its script
     spread = ["trainer=ddp", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/two"]
     group = {
         "SLURM_NTASKS": "4",

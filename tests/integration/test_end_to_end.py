@@ -214,7 +214,7 @@ def test_a_program_that_trains_completes_where_stdout_lacks_characters_of_the_sa
 
 
 def test_a_program_without_standard_streams_trains(tmp_path, monkeypatch, text):
-    """As pythonw and services of Windows start one."""
+    # As pythonw and services of Windows start one
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     run = small_run(text, tmp_path / "data", "max_steps=2", f"hydra.run.dir={tmp_path}/run")

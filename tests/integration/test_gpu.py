@@ -141,7 +141,7 @@ def test_the_mfu_of_a_known_gpu_is_logged(train: Train, monkeypatch: pytest.Monk
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -> None:
-    """The losses of a GPU are read once per row of metrics."""
+    # The losses of a GPU are read once per row of metrics
     folder = train(*ON_GPU, "pause_at=10").folder
     with pytest.raises(NonFiniteLoss, match=r"(is \w+|not finite) at step 1[1-5] \(learning rate"):
         train(*ON_GPU, "resume=auto", "optimizer.lr=1e30")
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("make", [adamw, muon])
 def test_an_optimizer_takes_the_steps_of_a_cpu(make: Any, dtype: torch.dtype) -> None:
-    """Muon orthogonalizes float32 in bfloat16 on a GPU."""
+    # Muon orthogonalizes float32 in bfloat16 on a GPU
     start = gpu_model().to(dtype)
     ends = []
     for place in (torch.device("cpu"), DEVICE):
@@ -249,7 +249,7 @@ def test_batches_on_the_gpu_equal_those_of_a_cpu(
 def test_one_rank_trains_as_one_device(
     train: Train, small: list[str], tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
-    """Over NCCL on a GPU."""
+    # Over NCCL on a GPU
     given = [FLOAT32, f"optimizer={optimizer}"]
     expected = column(train(ON_GPU[0], *given, folder=tmp_path / "one").folder, "train_loss")
     spread = [f"trainer={strategy}", f"trainer.accelerator={KIND}", "trainer.devices=1"]

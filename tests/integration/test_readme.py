@@ -40,7 +40,6 @@ ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
 
 
 def commands(first):
-    """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
     # Of lines that continue
     text = "".join(blocks).replace("\\\n", "").replace(".venv/bin/python ", "python ")
@@ -50,7 +49,6 @@ def commands(first):
 
 @pytest.fixture
 def documents(once, monkeypatch, tmp_path):
-    """A working directory with a completed run, which is a sweep too."""
 
     def build(folder):
         # Contains the characters of all prompts
@@ -263,7 +261,6 @@ def write_script(file: Path, text: str) -> None:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with those files of a clone that make needs."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", ".python-version"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     return tmp_path

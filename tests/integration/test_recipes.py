@@ -32,7 +32,7 @@ FROM_SCRATCH = [name for name in RECIPES if not name.startswith("finetune")]
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_no_larger_than_nanogpts_and_takes_another_optimizer_and_schedule(name):
-    """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M as its GPU's, less positions."""
+    # At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M as its GPU's, less positions
     cfg = composed(f"experiment={name}", "optimizer=adamw", "schedule=constant")
     assert set(cfg.optimizer) == {"_target_", "lr", "betas", "weight_decay"}
     assert cfg.optimizer.lr == 3e-3
@@ -49,14 +49,14 @@ def test_a_recipe_is_no_larger_than_nanogpts_and_takes_another_optimizer_and_sch
     "name", ["best_cpu", "best_gpu", "fast_gpu", "nanogpt_gpu", "sprint_4x128_cpu"]
 )
 def test_a_recipe_trains(train, name):
-    """Train a small version on a CPU."""
+    # Train a small version on a CPU
     small = ["compile=false", "model.layer_repeats=1", "max_steps=3"]
     assert train(f"experiment={name}", *small).loss < 4.0
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - set(FROM_SCRATCH)))
 def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
-    """Of a small model, whose random weights have the loss of a uniform guess."""
+    # Of a small model, whose random weights have the loss of a uniform guess
     small = ["trainer=cpu", "trainer.precision=32-true", "model.block_size=32", "max_steps=20"]
     small += [
         "data.batch_size=4",
@@ -71,7 +71,7 @@ def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
 
 
 def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, monkeypatch):
-    """Of four steps with torch's Muon and AdamW, all in the warm-up, in float64."""
+    # Of four steps with torch's Muon and AdamW, all in the warm-up, in float64
     content = text.read_text(encoding="utf-8")
     letters = sorted(set(content))
     train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])

@@ -99,7 +99,6 @@ def cluster():
 
 
 def finish(process, code=0):
-    """Return what a process printed that exits with a code."""
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == code, printed
     return printed

@@ -62,7 +62,6 @@ def read():
 
 
 def pictures(cell):
-    """The pictures among the outputs of a cell, as PNG files."""
     data = [output.get("data", {}).get("image/png") for output in cell.outputs]
     return [b64decode(picture) for picture in data if picture]
 
@@ -83,7 +82,6 @@ def test_the_notebook_is_short_and_stores_no_output_but_pictures_that_are_small(
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory):
-    """The cells of the notebook after a short run, by the beginning of their code."""
     folder = tmp_path_factory.mktemp("tour")
     notebook = read()
     for cell in notebook.cells:
@@ -94,7 +92,6 @@ def tour(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """Cells with a training that is interrupted, its resume, and a training that is refused."""
     failing = {"metadata": {"tags": ["raises-exception"]}}
     cells = [new_code_cell(PARAMETERS), new_code_cell(INTERRUPTED, **failing), new_code_cell(AFTER)]
     cells.append(new_code_cell(REFUSED, **failing))

@@ -34,7 +34,6 @@ def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None
 
 @pytest.fixture
 def built(once: Callable[..., Path]) -> Path:
-    """A folder with the wheel, and a virtual environment with it and the dependencies here."""
 
     def build(folder: Path) -> None:
         source = folder / "source"  # a copy of the clone, in which builds leave their files

@@ -155,7 +155,6 @@ SETTINGS = """
 @cache
 @torch.no_grad()
 def outputs(*given: str) -> Tensor:
-    """Return the logits in training of a model with these settings."""
     model = make_model(**OmegaConf.from_dotlist(list(given))).train()
     torch.manual_seed(0)
     return model(torch.arange(16)[None])
@@ -500,7 +499,7 @@ def test_rms_norm_equals_torchs(scale: float):
 
 
 def test_on_a_gpu_autocast_computes_norms_with_weights_in_float32():
-    """Others are computed in the type of their input."""
+    # Others are computed in the type of their input
     before = torch.is_autocast_enabled("cuda")
     found = {}
     try:

@@ -51,7 +51,7 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     originality: list[str],
     torn: str,
 ) -> None:
-    """Killed before its summary, or with a sample that a full disk cut off."""
+    # Killed before its summary, or with a sample that a full disk cut off
     settings = ["callbacks.samples.max_new_tokens=20", *originality]
     whole = trained(*settings)
     folder = tmp_path / "run"
@@ -71,7 +71,7 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
     capsys: pytest.CaptureFixture[str],
     curves: None,
 ) -> None:
-    """Also the originality of its text, and also if its picture cannot be written."""
+    # Also the originality of its text, and also if its picture cannot be written
     (tmp_path / "run/curves.png").mkdir(parents=True)
     (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -90,7 +90,7 @@ def test_weights_and_biases_gets_the_results_of_a_whole_run(
 
 
 def test_only_a_second_signal_ends_a_run_at_once() -> None:
-    """In a process, a run with short steps ends as fast after the first."""
+    # In a process, a run with short steps ends as fast after the first
     trainer: Any = None
     with handle_signals(END_SIGNALS, raise_interrupted):
         GracefulShutdown(sync_every=1).on_train_start(trainer, None)
@@ -100,7 +100,7 @@ def test_only_a_second_signal_ends_a_run_at_once() -> None:
 
 
 def test_a_terminal_that_closes_ends_a_run_once_though_it_sends_two_signals() -> None:
-    """The shell sends one, and the system another; before and after the training too."""
+    # The shell sends one, and the system another; before and after the training too
     trainer: Any = None
     with handle_signals(END_SIGNALS, raise_interrupted):
         shutdown = GracefulShutdown(sync_every=1)
@@ -116,7 +116,7 @@ def test_a_terminal_that_closes_ends_a_run_once_though_it_sends_two_signals() ->
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
-    """As SIGHUP is with nohup."""
+    # As SIGHUP is with nohup
     trainer: Any = None
     with handle_signals(END_SIGNALS, raise_interrupted):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

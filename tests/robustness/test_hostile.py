@@ -45,7 +45,6 @@ def good() -> dict[str, Any]:
 
 
 def file(text: str, tensors: dict[str, Tensor], **metadata: str) -> bytes:
-    """Return a safetensors file with a correct checksum, with a JSON text in its metadata."""
     written = {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)}
     return save(tensors, written | metadata)
 
@@ -80,7 +79,6 @@ def tokenizer(values: Any) -> bytes:
 
 
 def tokenizer_json(separator: int | None = None, **changes: Any) -> bytes:
-    """Return a file with a tokenizer of Hugging Face of one id, with changes in tokenizer.json."""
     content = {"version": "1.0", "decoder": {"type": "Fuse"}, "model": WORDS} | changes
     return tokenizer({"name": "huggingface", "json": json.dumps(content), "separator": separator})
 
@@ -242,7 +240,7 @@ for index, file in enumerate([good, *files]):
 def test_a_script_rejects_hostile_files_with_one_line(
     script: str, launch: Callable[..., Any], tmp_path: Path
 ):
-    """It takes limited memory and CPU time per file, and samples from harmless files."""
+    # It takes limited memory and CPU time per file, and samples from harmless files
     found = list(hostile_files())
     if script == "attention.py":  # reads them with the same function: one file per error
         found = list({error: (name, error, content) for name, error, content in found}.values())
@@ -272,7 +270,7 @@ def test_a_script_rejects_hostile_files_with_one_line(
 def test_a_configuration_inside_a_checkpoint_is_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """No `_target_` is called, the server that it names gets no request, and no file is written."""
+    # No `_target_` is called, the server that it names gets no request, and no file is written
     monkeypatch.chdir(tmp_path)
     content = good()
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:

@@ -17,7 +17,6 @@ WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which
 
 @pytest.fixture(scope="session")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoints of every kind of tokenizer, by name."""
     folder = tmp_path_factory.mktemp("saves")
     char = CharTokenizer("".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé")))
     byte = ByteTokenizer()

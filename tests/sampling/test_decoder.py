@@ -198,7 +198,6 @@ def decode(
 
 
 def assert_as_exact(reduced: Tensor, whole: Tensor, exact: Tensor, more: float = 0.0) -> None:
-    """Assert that decoding in fewer bits has at most twice the mean squared error of `forward`."""
     error = (whole - exact).square().mean()
     assert (reduced - exact).square().mean() < 2 * error + more * exact.square().mean()
 
@@ -264,7 +263,6 @@ def hook(name: str, function: Callable[[Tensor], Tensor]) -> Changed:
 
 
 def subclass(**methods: Any) -> Changed:
-    """Move the weights to a model of a subclass of GPT with these methods."""
 
     def changed(model: GPT) -> GPT:
         other = type("Subclass", (GPT,), methods)(model.config).eval()

@@ -318,7 +318,6 @@ def started(once):
 
 
 def load(folder):
-    """Return the model and the tokenizer of a folder, as transformers loads them."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 

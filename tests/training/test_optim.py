@@ -306,7 +306,6 @@ def train_on(model: GPT, optimizer: str, *, steps: int) -> None:
 
 
 def rates(model: GPT, optimizer: str) -> dict[str, tuple[float, float]]:
-    """Return the learning rate and weight decay of every parameter."""
     groups = OPTIMIZERS[optimizer](model).param_groups
     values = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     return {name: values[p] for name, p in model.named_parameters()}

@@ -59,7 +59,7 @@ def test_automatic_precision_is_bfloat16_where_the_device_has_it(
 def test_automatic_precision_of_a_gpu_is_its_faster_16_bit_type(
     monkeypatch, capability, rocm, precision
 ):
-    """With replaced capabilities, of which torch's functions read whether a GPU has bfloat16."""
+    # With replaced capabilities, of which torch's functions read whether a GPU has bfloat16
     gpu = SimpleNamespace(major=capability[0], minor=capability[1])
     for name, value in {
         "cuda.is_available": lambda: True,
@@ -79,7 +79,6 @@ SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd"
 
 
 def language_model(recipe, *overrides, **settings):
-    """Return a small model with the optimizer of a recipe."""
     make = partial_from_config("optimizer", composed(f"experiment={recipe}", *overrides).optimizer)
     model = GPT(GPTConfig(**SMALL | settings))
     settings = {"optimizer": make, "max_steps": 10}
@@ -104,7 +103,7 @@ def test_a_step_in_bfloat16_keeps_weights_gradients_and_state_in_float32(name):
 
 @pytest.mark.parametrize("name", ["adamw", "muon_fast"])
 def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(name):
-    """In a fused step, torch would remove it after clipping. Lightning has it for GPUs alone."""
+    # In a fused step, torch would remove it after clipping. Lightning has it for GPUs alone
     module = language_model("fast_gpu", f"optimizer={name}")
     ids = torch.randint(256, (3, 4))
     module.model(ids, ids).backward()
@@ -131,7 +130,7 @@ def test_a_compiled_model_trains_to_the_same_loss(train, finished):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
 def test_a_model_compiles_without_graph_breaks_and_once(monkeypatch, name, checkpoint_blocks):
-    """Training and validation of whole and of padded batches, twice, with a GPU's attention."""
+    # Training and validation of whole and of padded batches, twice, with a GPU's attention
     monkeypatch.setattr("minigpt.model.attention._MAX_EXPLICIT", 0)
     sizes = SMALL | {"n_layer": 3}  # which layer_repeats divides
     module = language_model(name, **dict(composed(f"experiment={name}").model) | sizes)
@@ -187,7 +186,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that starts a machine, with a thread per core, and its balancer."""
     for name in [*os.environ]:
         if name.startswith(("OMP_", "MKL_", "GOMP_", "KMP_")):
             monkeypatch.delenv(name)

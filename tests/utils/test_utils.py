@@ -144,7 +144,7 @@ def test_a_process_is_a_rank_only_with_all_variables_of_its_kind(kind, monkeypat
 
 
 def test_a_step_of_one_task_and_a_process_that_rank_zero_starts_are_no_ranks(monkeypatch):
-    """As `srun --pty bash`; and whatever a callback of a training on several devices starts."""
+    # As `srun --pty bash`; and whatever a callback of a training on several devices starts
     changed = {"SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
     for name, value in {**KINDS["srun"], **KINDS["Lightning"], **changed}.items():
         monkeypatch.setenv(name, value)
@@ -176,7 +176,6 @@ def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydr
 
 
 def run(body, **streams):
-    """Run a program with this body; return its exit code and its stderr."""
     imports = "from minigpt.utils.cli import *; from minigpt.utils.signals import *"
     program = (
         f"{imports}; exit_on_requeue_signal()\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
@@ -227,7 +226,7 @@ def test_a_signal_is_not_swallowed_by_except_exception():
 
 
 def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_them(tmp_path):
-    """As those of two containers do that share a data folder."""
+    # As those of two containers do that share a data folder
     file = tmp_path / "file"
     with atomic_write(file) as one:
         one.write_text("one")

@@ -49,7 +49,6 @@ class View(ModuleType):
 
 
 def names(body: Iterable[ast.stmt], platform: str) -> set[str]:
-    """Return the names that a stub file defines on a platform."""
     found = set()
     for node in body:
         if isinstance(node, ast.If):

@@ -29,7 +29,6 @@ HEADINGS = ("fault", "trials", "recovered", "failed", "notes")
 
 
 def main() -> None:
-    """Parse the command line, run the trials, print and write the rows of the table."""
     parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
     add = parser.add_argument
     add("--only", metavar="NAME", default="", help="faults whose name contains NAME")
@@ -93,7 +92,6 @@ def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
 
 
 def write_rows(measured: list[tuple[str, ...]], seed: int) -> None:
-    """Replace rows in the table of the page by name; remove rows without a fault of that name."""
     system = f"{platform.system()} {platform.machine()}"
     machine = f"{system}, {os.cpu_count()} cores, Python {platform.python_version()}:"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(TABLE_BEGIN)

@@ -34,7 +34,6 @@ LACKING = (
 
 
 def corrupt_last(workdir: Path, rng: Random) -> str | None:
-    """Flip a bit of the last checkpoint of a killed run: the run resumes from the previous one."""
     run = Run(workdir / "run")
     last = run.folder / LAST
     previous = run.folder / PREVIOUS
@@ -61,7 +60,6 @@ def read_step(file: Path) -> int:
 
 @contextmanager
 def tmpfs(workdir: Path, options: str) -> Iterator[Path]:
-    """Mount a small disk."""
     folder = workdir / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
@@ -79,7 +77,6 @@ def remount(folder: Path, options: str) -> None:
 
 
 def full_for_token_files(workdir: Path, rng: Random) -> None:
-    """The disk is full when token files are written."""
     with tmpfs(workdir, f"size={rng.randrange(1, 12) * 4}k") as disk:
         assert_disk_full(Run(workdir / "run", f"data.folder={disk}/data"))
         remount(disk, "size=1m")
@@ -88,7 +85,6 @@ def full_for_token_files(workdir: Path, rng: Random) -> None:
 
 
 def full_for_checkpoint(workdir: Path, rng: Random) -> str | None:
-    """The disk is full when the first, second or third checkpoint is written."""
     size = (reference() / LAST).stat().st_size
     with tmpfs(workdir, f"size={int(rng.uniform(0.1, 2.8) * size / 1024)}k") as disk:
         assert_disk_full(Run(disk / "run"))
@@ -101,7 +97,6 @@ def full_for_checkpoint(workdir: Path, rng: Random) -> str | None:
 
 
 def full_during_training(workdir: Path, rng: Random) -> None:
-    """The disk becomes full during training."""
     reference(LOG_EVERY_STEP)
     with tmpfs(workdir, "size=64m") as disk:
         run = Run(disk / "run", LOG_EVERY_STEP)
@@ -126,7 +121,6 @@ def assert_disk_full(run: Run) -> None:
 
 
 def read_only_data(workdir: Path, rng: Random) -> None:
-    """The data folder is read-only: existing token files are used; without any, one line."""
     reference()
     with tmpfs(workdir, "size=4m") as disk:
         missing = rng.random() < 0.5
@@ -143,7 +137,6 @@ def read_only_data(workdir: Path, rng: Random) -> None:
 
 
 def no_home(workdir: Path, rng: Random) -> None:
-    """HOME is missing or read-only."""
     with tmpfs(workdir, "size=1m,ro") as disk:
         home = rng.choice(["/proc/nonexistent", str(disk)])
         caches = {"XDG_CACHE_HOME": f"{home}/.cache", "XDG_CONFIG_HOME": f"{home}/.config"}

@@ -28,7 +28,6 @@ def wait_until_random_time(run: Run, rng: Random) -> bool:
 
 
 def kill_at_random_time(workdir: Path, rng: Random) -> str | None:
-    """SIGKILL between the first file operation of a run and its end."""
     run = Run(workdir / "run")
     alive = wait_until_random_time(run, rng)
     run.kill()
@@ -37,7 +36,6 @@ def kill_at_random_time(workdir: Path, rng: Random) -> str | None:
 
 
 def kill_before_file_operation(workdir: Path, rng: Random) -> None:
-    """SIGKILL right before a random file operation in the run folder."""
     operations = int((reference() / "operations").read_text(encoding="utf-8"))
     run = Run(workdir / "run", signal_at=(rng.randint(1, operations), signal.SIGKILL))
     run.end(128 + signal.SIGKILL)
@@ -66,7 +64,6 @@ def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random)
 
 
 def close_terminal(workdir: Path, rng: Random) -> str | None:
-    """Close the terminal of a run, which sends SIGHUP twice: it exits, and resumes."""
     reference()
     master, slave = os.openpty()
     run = Run(workdir / "run", terminal=os.ttyname(slave))
@@ -106,7 +103,6 @@ def interrupt_twice(workdir: Path, rng: Random) -> str:
 
 
 def kill_one_rank(workdir: Path, rng: Random) -> str:
-    """SIGKILL one of two ranks: the other rank exits, and the run resumes."""
     kill_first = rng.random() < 0.5
     run = Run(workdir / "run", *TWO_RANKS, cold_start=True)
     wait_until_random_time(run, rng)
@@ -128,7 +124,6 @@ def kill_one_rank(workdir: Path, rng: Random) -> str:
 
 
 def start_second_run(workdir: Path, rng: Random) -> None:
-    """Start a second run in the folder of a live one: one line, and the first is unaffected."""
     first = Run(workdir / "run")
     assert first.wait_for_step(rng.randrange(1, STEPS - 2 * EVAL_EVERY)), first.stderr
     first.signal(signal.SIGSTOP)  # it could finish before the second run checks the lock

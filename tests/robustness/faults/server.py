@@ -44,8 +44,6 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answer every request of the client."""
-
     protocol_version = "HTTP/1.1"
     server: Server
 

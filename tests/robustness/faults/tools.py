@@ -116,7 +116,6 @@ class Run(Script):
         return self.wait_for(logged, poll_seconds=0.002)
 
     def end(self, code: int = 0) -> None:
-        """Wait for the exit code of the run, which must be this one."""
         found = self.wait()
         assert found == code, f"exit code {found}; stderr: {self.stderr}"
 
@@ -198,7 +197,6 @@ def assert_resumes(
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
-    """Compare two run folders bitwise: weights, states, metrics, samples and summary."""
     for name in (LAST, BEST):
         different = different_leaves(reference / name, folder / name)
         assert not different, f"{name} differs in {different}"
@@ -212,7 +210,6 @@ def assert_same_run(folder: Path, reference: Path) -> None:
 
 
 def different_leaves(*files: Path) -> list[str]:
-    """The paths of the values in which two checkpoints of a run differ."""
     one, other = map(_leaves, files)
     same = {key for key in one.keys() & other.keys() if _equal(one[key], other[key])}
     return sorted((one.keys() | other.keys()) - same)
