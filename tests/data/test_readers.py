@@ -13,13 +13,12 @@ import tarfile
 import zipfile
 from unittest.mock import patch
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from corpora import documents, prepare, random_texts, rows, texts_on_disk
+from corpora import documents, random_texts, rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -115,14 +114,6 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     for field in ("text", "id"):
         problem = f"no text in column {field}; the columns with text are story;"
         assert problem in refusal(file, field)
-
-
-def test_categories_of_pandas_are_texts(tmp_path):
-    texts = [f"text {i % 300}" for i in range(900)]
-    file = tmp_path / "a.parquet"
-    pd.DataFrame({"text": pd.Categorical(texts)}).to_parquet(file, row_group_size=400)
-    assert pq.read_schema(file).field("text").type.index_type == pa.int16()
-    assert documents(read_files([file], "text")) == texts
 
 
 def test_rows_with_null_are_left_out_and_counted_once_in_all_formats(tmp_path, capsys):
@@ -285,16 +276,6 @@ def test_documents_are_those_of_a_split_wherever_blocks_and_chunks_end(
     assert documents(chunks) == split_documents(text, separator.replace(r"\n", "\n"))
 
 
-@pytest.mark.parametrize("text", ["\nb", "b\n", "b\nb"])
-def test_a_megabyte_of_line_breaks_is_no_border_of_documents(tmp_path, text):
-    parts = ["One day.", text.replace("\n", "\n" * (5 << 18)), "The end."]
-    (tmp_path / "val.txt").write_text("Another one.")
-    own = {"separator": "<|>", "val_path": f"{tmp_path}/val.txt"}
-    corpus = prepare("<|>".join(parts), tmp_path, "byte", **own)
-    assert texts_on_disk(corpus)[0] == "\n".join(part.strip("\n") for part in parts)
-    assert corpus.train.documents == 3
-
-
 def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):
     file = tmp_path / "rows.json"
     for content in ("To be".encode("utf-16"), codecs.BOM_UTF16_BE + "To be".encode("utf-16-be")):
@@ -389,25 +370,6 @@ def test_another_format_is_named_with_its_way_to_text(tmp_path):
     for kind, content in archives(tmp_path).items():
         (tmp_path / "a.txt").write_bytes(content)
         assert f"a.txt is {kind}" in refusal(tmp_path / "a.txt")
-
-
-def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch):
-    # Each block is split once: a line of many blocks is not joined with each
-    read = []
-    decode = readers._decode
-    lines = [f'{{"text": "{text}"}}\r\n' for text in ("é" * 5000, r"b\r\n", "")]
-
-    class Block(str):
-        def __radd__(self, before):
-            read.append(len(before))
-            return before + str(self)
-
-    monkeypatch.setattr(readers, "_decode", lambda *args: map(Block, decode(*args)))
-    file = tmp_path / "a.jsonl"
-    file.write_bytes("".join(lines).encode())
-    found = read_with_blocks(10, lambda: read_documents(file, "text"))
-    assert documents(found) == ["é" * 5000, "b\n", ""]
-    assert sum(read) == 0
 
 
 def test_a_text_is_cut_where_it_can_be_cut_or_else_at_the_maximum_length(monkeypatch):

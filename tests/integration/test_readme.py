@@ -240,17 +240,13 @@ def anchors(text):
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-# Scripts in the place of uv, pip and pyenv; those of uv and pip write down their arguments.
+# Scripts in the place of uv and pip; those of uv and pip write down their arguments.
 UV = f"""#!/bin/sh
 [ "$1" = --version ] || echo "$@" >> uv.txt
 [ "$1" != venv ] || {sys.executable} -m venv --without-pip .venv
 """
 SUDO = 'sudo --preserve-env=CI env "PATH=$PATH" '  # of the workflow
 PYTHON_WITH_PIP = '#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> pip.txt\n'
-PYENV = f"""#!/bin/sh
-[ ! -e .python-version ] || {{ echo "not installed" >&2; exit 1; }}
-exec {sys.executable} "$@"
-"""
 
 
 def write_script(file: Path, text: str) -> None:
@@ -326,12 +322,6 @@ def test_make_refuses_a_broken_venv_and_keeps_it(clone, uv):
     assert done.returncode == 2
     assert done.stderr.startswith(".venv is broken or older than Python 3.11; ")
     assert (clone / ".venv/bin/python").exists()
-
-
-def test_make_finds_a_python_of_pyenv_that_is_not_the_one_of_python_version(clone):
-    write_script(clone / "tools/python3", PYENV)
-    done = make(clone, "--dry-run", "check-venv", "UV=")
-    assert f"{sys.executable} -m venv .venv" in done.stdout
 
 
 def test_the_test_dependencies_include_those_of_all_extras():

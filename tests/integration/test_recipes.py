@@ -1,26 +1,18 @@
 """The recipes: their sizes, training by their values; the benchmarks, with few steps."""
 
-import argparse
 import json
 import math
 import os
 import subprocess
 import sys
-from operator import itemgetter
 
 import numpy as np
 import pytest
 import torch
-from corpora import SHAKESPEARE, needs_shakespeare, values
 from models import draw_weights
-from small_runs import CONFIGS, SCRIPTS, column, composed
-from torch import nn
-from torch.func import functional_call
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
+from small_runs import CONFIGS, SCRIPTS, composed
 
 import minigpt
-from minigpt.data.batches import WindowOrder
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.training.schedules import cosine
@@ -70,62 +62,6 @@ def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
 
 
-def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, monkeypatch):
-    # Of four steps with torch's Muon and AdamW, all in the warm-up, in float64
-    content = text.read_text(encoding="utf-8")
-    letters = sorted(set(content))
-    train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
-    config = {"block_size": 128, "n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False}
-    config |= {"norm": "rmsnorm_noscale", "position": "rope", "activation": "relu2"}
-    config |= {"qk_norm": True, "embed_norm": True, "tie_embeddings": False, "smear": 2}
-    config |= {"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "vocab_size": len(letters)}
-    # The weights; queries, keys and values are matrices of their own
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(**config)).double()
-    w = {key: weight.detach().clone() for key, weight in model.named_parameters()}
-    names = [f"blocks.{i}.attention.qkv.weight" for i in (0, 1)]
-    for name in names:
-        w |= dict(zip([name + x for x in "qkv"], w.pop(name).chunk(3), strict=True))
-    w = {name: nn.Parameter(weight) for name, weight in w.items()}
-    # The optimizers; torch's Muon casts on every device
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    monkeypatch.setattr("minigpt.training.optim.half_dtype", lambda device: None)
-    table = w["ngrams.table.weight"]
-    others = [weight for key, weight in w.items() if not key.startswith("blocks.")]
-    rest = [weight for weight in others if weight is not table]
-    groups = [{"params": [table], "weight_decay": 1.0}, {"params": rest, "weight_decay": 0.0}]
-    matrices = [weight for key, weight in w.items() if key.startswith("blocks.")]
-    optimizers = [
-        torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), foreach=False, fused=False),
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1),
-    ]
-    schedules = [LambdaLR(optimizer, lambda step: (step + 1) / 21) for optimizer in optimizers]
-    # The steps
-    expected = []
-    for starts in WindowOrder(len(train), 128, 1337).starts(np.arange(4 * 12)).reshape(4, 12, 1):
-        window = train[torch.from_numpy(starts) + torch.arange(129)]
-        fused = {name: torch.cat(itemgetter(*(name + x for x in "qkv"))(w)) for name in names}
-        logits = functional_call(model, w | fused, (window[:, :-1],))
-        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-        gradients = torch.autograd.grad(loss, [*w.values()])
-        for weight, gradient in zip(w.values(), gradients, strict=True):
-            weight.grad = gradient
-        nn.utils.clip_grad_norm_(w.values(), 1.0)
-        for either in (*optimizers, *schedules):
-            either.step()
-        expected.append(loss.item())
-    # The same by the recipe
-    run = tmp_path / "run"
-    settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4"]
-    settings += ["log_every=1", "eval_batches=1", "~callbacks.samples", "originality=null"]
-    settings += ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data"]
-    settings += ["data.val_fraction=0.1", f"hydra.run.dir={run}"]
-    minigpt.train(["experiment=fast_cpu", *settings])
-    assert column(run, "train_loss") == pytest.approx(expected, rel=1e-7)
-    rates = [0.02 * step / 21 for step in (1, 2, 3, 4)]
-    assert column(run, "learning_rate") == pytest.approx(rates)
-
-
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
@@ -137,21 +73,6 @@ def bench(*arguments, folder, script="bench"):
     options |= {"capture_output": True, "encoding": "utf-8"}
     done = subprocess.run(command, cwd=folder, check=False, **options)
     assert done.returncode == 0, done.stderr
-
-
-@needs_shakespeare
-def test_the_text_of_a_benchmark_is_found_beside_one_of_the_user(tmp_path, monkeypatch):
-    import common
-
-    settings = values("shakespeare_char")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "configs").symlink_to(SCRIPTS.parent / "configs")
-    (tmp_path / "data/tinyshakespeare.txt").write_text("of the user")
-    copy = tmp_path / f"data/tinyshakespeare-{settings['sha256'][:12]}.txt"
-    copy.write_bytes(SHAKESPEARE.read_bytes())
-    monkeypatch.delenv("MINIGPT_DATA_DIR")
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    assert common.text_file() == copy
 
 
 @pytest.mark.slow
@@ -179,24 +100,6 @@ def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path):
     assert parts == ["recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
     assert not any("error" in row for row in rows)
     assert {row["machine"].split(",")[0] for row in rows} == {"REHEARSAL on a CPU"}
-
-
-def test_a_row_that_fails_leaves_those_before(tmp_path):
-    import gpu
-
-    file = tmp_path / "rows.jsonl"
-    session = gpu.Session(argparse.Namespace(rehearse=True, text=None, seeds=1, out=file), tmp_path)
-    for speed in (10.0, 30.0, 20.0):
-        with session.row("gpt2", "batch 8") as row:
-            row["tokens/s"] = speed
-    with session.row("memory", "gpt2_xl"):
-        raise torch.OutOfMemoryError("out of memory")
-    assert not session.failed  # a model that is too large is a result
-    with session.row("memory", "gpt2"):
-        raise ValueError("no such kernel")
-    assert session.failed
-    assert len(file.read_text(encoding="utf-8").splitlines()) == 5
-    assert "| batch 8 | 20.000 (10.000–30.000) |" in gpu.tables(file)
 
 
 @pytest.mark.parametrize(("device", "params"), [("cpu", 804_096), ("cuda", 10_745_088)])

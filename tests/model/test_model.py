@@ -296,15 +296,6 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(settings: dict[str, Any]):
             model(*map(torch.tensor, batch))
 
 
-def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():
-    model = make_model()
-    ids = torch.randint(23, (3, 1, 16))
-    rows = torch.func.vmap(model)(ids, ids)  # (3,)
-    assert_close(rows, torch.stack([model(row, row) for row in ids]))
-    model.wte.weight.data[:] = math.nan
-    assert model(ids[0], ids[0]).isnan()
-
-
 @pytest.mark.parametrize("place", ["", "blocks.0.attention", "blocks.0.mlp"])
 def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     model = make_model(dropout=0.2, n_embd=64)
@@ -442,12 +433,6 @@ def test_dropout_drops_weights(dtype: torch.dtype):
     y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(-1, (4, 16))
     # Of 20,000 weights, more than five standard deviations; dropout of the output is rarer
     assert (y == 0).all(-1).float().mean().item() == pytest.approx(0.2, abs=0.015)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_attends_to_itself_exactly(dtype: torch.dtype):
-    q, k, v = torch.randn(3, 2, 3, 1, 8, dtype=dtype)
-    assert torch.equal(attend(q, k, v, causal=True), v)
 
 
 def test_a_width_that_heads_do_not_divide_is_refused():
