@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a small text, runs on it, what all workers share, scripts, and a browser."""
+"""Fixtures of all tests: a small text, runs on it, what workers share, scripts, and a browser."""
 
 import os
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,12 +53,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that share a fixture of their module, and those that fork processes, in one worker each, and first."""
+    """Run tests that share a fixture of their module, and those that fork, in one worker each, first."""
     for item in items:
-        fixtures = [one for found in item._fixtureinfo.name2fixturedefs.values() for one in found]  # type: ignore[attr-defined]
+        found: Any = item
+        fixtures = chain.from_iterable(found._fixtureinfo.name2fixturedefs.values())
         if any(fixture.scope == "module" for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        elif "launch" in item.fixturenames or item.path.stem == "test_faults":  # type: ignore[attr-defined]
+        elif "launch" in found.fixturenames or item.path.stem == "test_faults":
             item.add_marker(pytest.mark.xdist_group("processes"))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
@@ -69,7 +71,7 @@ def _seeded() -> None:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Build a folder once for all workers, which only read it: `once("name", build)`; build gets the folder."""
+    """Build a folder once for all workers, which only read it: `once("name", build)`."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -114,7 +116,7 @@ def text(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(once: Once, text: Path) -> Callable[..., Path]:
-    """Return the folder of a small run with these overrides, which is trained once for all workers."""
+    """Return the folder of a small run with these overrides, trained once for all workers."""
 
     def run(*overrides: str) -> Path:
         def build(folder: Path) -> None:
@@ -148,17 +150,25 @@ def curves() -> Iterator[None]:
 # What browsers of 2022 lack, Firefox 102 among them; pages must work without it.
 NEWER_THAN_2022 = """
     for (const [object, names] of [
-        [Array.prototype, ["findLast", "findLastIndex", "group", "toReversed", "toSorted", "toSpliced", "with"]],
-        [Object.getPrototypeOf(Int8Array.prototype), ["findLast", "findLastIndex", "toReversed", "toSorted", "with"]],
-        [Object.getPrototypeOf(Object.getPrototypeOf([].values())), ["drop", "filter", "flatMap", "map", "take"]],
+        [Array.prototype, ["findLast", "findLastIndex", "group"]],
+        [Array.prototype, ["toReversed", "toSorted", "toSpliced", "with"]],
+        [Object.getPrototypeOf(Int8Array.prototype), ["findLast", "findLastIndex"]],
+        [Object.getPrototypeOf(Int8Array.prototype), ["toReversed", "toSorted", "with"]],
+        [Object.getPrototypeOf(Object.getPrototypeOf([].values())),
+            ["drop", "filter", "flatMap", "map", "take"]],
         [String.prototype, ["isWellFormed", "toWellFormed"]],
         [Element.prototype, Object.keys(Element.prototype).filter(name => /^aria[A-Z]/.test(name))],
-        [HTMLElement.prototype, ["inert", "popover", "showPopover", "hidePopover", "togglePopover"]],
-        [Set.prototype, ["union", "intersection", "difference", "isSubsetOf", "isSupersetOf", "isDisjointFrom"]],
-        [AbortSignal, ["any", "timeout"]], [Array, ["fromAsync"]], [Map, ["groupBy"]], [Object, ["groupBy"]],
-        [Promise, ["try", "withResolvers"]], [Response.prototype, ["bytes"]], [Uint8Array, ["fromBase64", "fromHex"]],
+        [HTMLElement.prototype, ["inert", "popover"]],
+        [HTMLElement.prototype, ["showPopover", "hidePopover", "togglePopover"]],
+        [Set.prototype, ["union", "intersection", "difference"]],
+        [Set.prototype, ["isSubsetOf", "isSupersetOf", "isDisjointFrom"]],
+        [AbortSignal, ["any", "timeout"]], [Array, ["fromAsync"]],
+        [Map, ["groupBy"]], [Object, ["groupBy"]],
+        [Promise, ["try", "withResolvers"]], [Response.prototype, ["bytes"]],
+        [Uint8Array, ["fromBase64", "fromHex"]],
         [URL, ["canParse", "parse"]],
-        [window, ["CompressionStream", "DecompressionStream", "TextDecoderStream", "TextEncoderStream"]],
+        [window, ["CompressionStream", "DecompressionStream"]],
+        [window, ["TextDecoderStream", "TextEncoderStream"]],
         [window, ["Float16Array", "Highlight", "Iterator", "navigation", "scheduler"]],
     ]) for (const name of names) delete object[name];
 """
@@ -191,7 +201,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=["server", "file"])
 def reader(request: Any, browser: Any, site: Any) -> Iterator[Any]:
-    """A reader of the page of a server, and of the page in a file: addresses in `site` of the test's module."""
+    """A reader of the page of a server, and of that in a file: addresses in `site` of the module."""
     from readers import open_at
 
     yield from open_at(browser, getattr(site, request.param))
@@ -213,10 +223,11 @@ def in_file(browser: Any, site: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
-    """Return a function that opens a page and returns one that runs a script in it; the page logs no error."""
+    """Return a function that opens a page, which logs no error, and returns one that runs scripts."""
 
     def open_(file: Path) -> Callable[..., Any]:
-        ready = "return location.href === arguments[0] && ('backend' in globalThis || 'ready' in document.body.dataset)"
+        ready = """return location.href === arguments[0] &&
+            ('backend' in globalThis || 'ready' in document.body.dataset)"""
         browser.get(file.as_uri())
         # A busy browser may return earlier
         wait_until(lambda: browser.execute_script(ready, file.as_uri()))
@@ -229,7 +240,7 @@ def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
 
 @pytest.fixture(scope="session")
 def gpt2_folder(once: Once) -> Path:
-    """A small GPT-2 with random weights, its configuration and its tokenizer, as transformers saves them."""
+    """A small GPT-2 with random weights and its tokenizer, as transformers saves them."""
 
     def build(folder: Path) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -253,7 +264,7 @@ def small(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def finished(trained: Callable[..., Path]) -> SimpleNamespace:
-    """A small run with samples, that tests only read: its folder, summary, overrides, output and validation tokens."""
+    """A small run with samples, that tests only read: folder, summary, output, validation tokens."""
     with patch("minigpt.runs.fit.plot_curves", plot_curves):
         folder = trained("callbacks.samples.max_new_tokens=20")
     (tokens,) = folder.glob("../data/tokens/*/meta.json")
@@ -267,7 +278,7 @@ def finished(trained: Callable[..., Path]) -> SimpleNamespace:
 
 @pytest.fixture
 def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """Train in this process: `train("max_steps=5", folder=...)` returns the folder, the loss, the summary."""
+    """Train in this process: `train("max_steps=5", folder=...)` returns folder, loss and summary."""
 
     def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
         summary = minigpt.train(
@@ -280,7 +291,7 @@ def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture
 def launch(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """Run a script in a forked process and wait: `launch("train.py", "max_steps=5")`; options are those of `Script`."""
+    """Run a script in a forked process and wait; options are those of `Script`."""
 
     def run(script: str, *arguments: str, **options: Any) -> SimpleNamespace:
         arguments = (
@@ -302,7 +313,7 @@ def launch(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
 def call(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., SimpleNamespace]:
-    """Run a script as `launch` does, but in this process, which has imported torch, and in the temporary folder."""
+    """Run a script as `launch` does, but in this process and in the temporary folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # a run adds its working folder
 

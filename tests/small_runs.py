@@ -27,7 +27,10 @@ TIMES = {
 
 
 def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
-    """Return overrides that make a run small, and those given; it draws samples, and text to be compared, only if one of them names it."""
+    """Return overrides that make a run small, and those given.
+
+    It draws samples, and text to be compared, only if one of them names it.
+    """
     small = f"""
         data.path={text} data.folder={data} data.batch_size=8
         trainer=cpu trainer.precision=32-true
@@ -69,7 +72,7 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 def wandb_records(run: Path, index: int = 0, parts: str = "offline-run-*") -> list[dict[str, Any]]:
-    """Return the records of a part of a run in its folder of Weights & Biases, read with its own inspector."""
+    """Return the records of a part of a run of Weights & Biases, read with its own inspector."""
     part = sorted((run / "wandb").glob(parts))[index]
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(part)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
@@ -78,7 +81,7 @@ def wandb_records(run: Path, index: int = 0, parts: str = "offline-run-*") -> li
 
 
 def one_line(result: Any) -> str:
-    """Return the line on stderr of a script that refused its input: exit code 2, and nothing on stdout."""
+    """Return the line on stderr of a script that refused its input, and printed nothing else."""
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), (
         result.stderr
     )

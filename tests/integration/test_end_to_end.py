@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from processes import Script
+from refusals import refused
 from small_runs import ROOT, SCRIPTS, small_run, wait_until
 
 import minigpt
 from minigpt.utils import scripts
-from minigpt.utils.errors import UserError
 
 
 def test_train_then_sample(call, tmp_path):
@@ -80,8 +80,7 @@ def test_a_wrong_setting_is_one_line_before_torch_is_imported(small, tmp_path):
 
 def test_a_traceback_is_shown_on_request(call, monkeypatch):
     monkeypatch.setenv("MINIGPT_TRACEBACK", "1")
-    with pytest.raises(UserError, match="max_steps must be"):
-        call("train.py", "max_steps=0")
+    refused("max_steps must be", call, "train.py", "max_steps=0")
 
 
 def test_help_is_written_for_people(call):

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from processes import PRELOADED, Script
+from refusals import refused
 from small_runs import ROOT, one_line, small_run, table
 
 from minigpt.checkpoints.find import LAST, find_checkpoint, follow_latest
 from minigpt.runs.overrides import literal, quote_override, quote_path
 from minigpt.runs.run_dir import read_summary
-from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import shell_join
 
 SIGBREAK = 21  # Ctrl-Break in the imitation
@@ -181,8 +181,7 @@ def test_latest_is_the_newest_run_or_sweep_where_there_is_no_link(tmp_path: Path
     assert follow_latest(f"{tmp_path}/swept/latest") == f"{tmp_path}/swept/latest"
     (tmp_path / "latest").symlink_to("removed")
     missing = "latest does not exist; give a run folder or a checkpoint file"
-    with pytest.raises(UserError, match=missing):
-        find_checkpoint(tmp_path / "latest")
+    refused(missing, find_checkpoint, tmp_path / "latest")
 
 
 FORBIDDEN = {

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_model
 from omegaconf import OmegaConf
+from refusals import refused
 from small_runs import CONFIGS
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
@@ -37,7 +38,6 @@ from minigpt.model.changes import find_change
 from minigpt.model.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
 from minigpt.model.ops import ACTIVATIONS, NORMS, apply_dropout, relu_squared, rms_norm
 from minigpt.sampling.fast.fast_decoder import FastDecoder
-from minigpt.utils.errors import UserError
 
 LLAMA = {
     "position": "rope",
@@ -436,8 +436,7 @@ def test_dropout_drops_weights(dtype: torch.dtype):
 
 
 def test_a_width_that_heads_do_not_divide_is_refused():
-    with pytest.raises(UserError, match=r"^n_embd must be divisible by n_head=4, got 10"):
-        MultiHeadAttention(10, 4)
+    refused(r"^n_embd must be divisible by n_head=4, got 10", MultiHeadAttention, 10, 4)
 
 
 def formula(q, k, v, *, causal, mask, scale) -> tuple[Tensor, Tensor]:
@@ -602,8 +601,7 @@ def test_a_function_and_its_size_add_an_activation_or_a_norm_to_model_and_sampli
     size: Any,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    with pytest.raises(UserError, match=f"model.{setting} must be one of"):
-        GPTConfig(**{setting: "new"})
+    refused(f"model.{setting} must be one of", GPTConfig, **{setting: "new"})
     monkeypatch.setitem(functions, "new", function)
     monkeypatch.setitem(sizes, "new", size)
     model = make_model(**{setting: "new"})

@@ -14,6 +14,7 @@ import fuzz
 import pytest
 import torch
 from models import make_model
+from refusals import refused
 from safetensors.torch import save
 from small_runs import SCRIPTS
 from torch import Tensor
@@ -22,7 +23,6 @@ from minigpt.checkpoints.format import checksum, contents, write
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 from minigpt.extras.corpora.run_corpus import validation_batches
-from minigpt.utils.cli import UserError
 
 ALPHABET = "\n abcdeé€😀"
 MEMORY = 300 << 20  # per file, beyond the imports
@@ -285,8 +285,7 @@ def test_a_configuration_inside_a_checkpoint_is_data(
             content["minigpt"]["config"] = {"data": named, "tokenizer": called}
             checkpoint = tmp_path / "a.safetensors"
             write(content, checkpoint)
-            with pytest.raises(UserError, match=error):
-                validation_batches(checkpoint, load_checkpoint(checkpoint)[0])
+            refused(error, validation_batches, checkpoint, load_checkpoint(checkpoint)[0])
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 

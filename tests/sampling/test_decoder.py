@@ -20,6 +20,7 @@ from architectures import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -27,15 +28,13 @@ from torch.nn.utils import parametrize
 from minigpt.model.attention import KVCache
 from minigpt.model.changes import find_change
 from minigpt.model.evaluation import evaluation
-from minigpt.model.gpt import GPT, MLP
-from minigpt.model.ops import ACTIVATIONS
+from minigpt.model.gpt import GPT
 from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.fast.graph_decoder import GraphDecoder
 from minigpt.sampling.filters import PerSampleRNG, draw
 from minigpt.sampling.generation import decoder_class, generate, score
 from minigpt.sampling.settings import SamplingSettings
-from minigpt.utils.errors import UserError
 
 KINDS = (FastDecoder, GraphDecoder)  # on a CPU, GraphDecoder runs the steps that it would record
 
@@ -365,20 +364,6 @@ def test_a_global_hook_is_run(monkeypatch: pytest.MonkeyPatch):
     assert_decoded_by_own_logits(rope())
 
 
-def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_used(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    class Negative(MLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return -super().forward(x)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("minigpt.model.gpt.MLP", Negative)
-        assert_decoded_by_own_logits(rope(norm_eps=1e-4))  # a config that no other test has
-    monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
-    assert_decoded_by_own_logits(rope(norm_eps=2e-4))
-
-
 def test_shared_blocks_are_decoded_fast_until_one_is_replaced():
     model = rope(n_layer=4, layer_repeats=2)
     assert find_change(model) is None
@@ -402,8 +387,13 @@ def test_a_model_under_ddp_is_decoded_as_its_module():
 def test_what_is_no_language_model_of_minigpt_is_refused():
     pairs = subclass(forward=lambda m, ids: (GPT.forward(m, ids), None))(make())
     for model in (nn.Sequential(make()), pairs):
-        with pytest.raises(UserError, match=r"^[^\n]*must [^\n]*, got (Sequential|tuple)[^\n]*$"):
-            generate(model, [3], max_new_tokens=1)
+        refused(
+            r"^[^\n]*must [^\n]*, got (Sequential|tuple)[^\n]*$",
+            generate,
+            model,
+            [3],
+            max_new_tokens=1,
+        )
 
 
 def rope(**settings: Any) -> GPT:

@@ -12,6 +12,7 @@ import torch
 from architectures import ARCHITECTURES, make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from tolerance import assert_near, rounding, terms_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -30,7 +31,7 @@ from minigpt.sampling.fast.graph_decoder import GraphDecoder
 from minigpt.sampling.filters import draw, filter_logits
 from minigpt.sampling.generation import Sample, generate, score, stream
 from minigpt.sampling.settings import SamplingSettings
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError
 
 
 def test_a_repetition_penalty_covers_prompt_and_generated_tokens():
@@ -162,8 +163,7 @@ def test_a_text_completes_the_character_within_which_its_prompt_ends():
 
 
 def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not():
-    with pytest.raises(UserError, match="tokenizer"):
-        generate(make(), [3], max_new_tokens=3, stop=["a"])
+    refused("tokenizer", generate, make(), [3], max_new_tokens=3, stop=["a"])
     assert len(generate(make(), [3], max_new_tokens=3, stop=list(range(23)))[0].tokens) == 1
 
 
@@ -228,8 +228,7 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step():
         given: Any = {"max_new_tokens": 3, "tokenizer": Letters(), name: value}
         for function in (generate, stream):
             match = f"^{name} must be .*, got {re.escape(str(value))}$"
-            with pytest.raises(UserError, match=match):
-                function(model, [3], **given)
+            refused(match, function, model, [3], **given)
 
 
 def test_invalid_token_ids_are_refused():
@@ -241,11 +240,9 @@ def test_invalid_token_ids_are_refused():
     wholes = ([], [[1], []], torch.tensor([1.0, 2.0]), 3, "abc", None, range(0))
     for prompt in (*wholes, *tensors, *sequences):
         given: Any = prompt
-        with pytest.raises(UserError, match="prompt"):
-            generate(model, given, max_new_tokens=3)
+        refused("prompt", generate, model, given, max_new_tokens=3)
         for text, start in ((given, [3]), ([3], given)):
-            with pytest.raises(UserError, match="prompt"):
-                score(model, text, start)
+            refused("prompt", score, model, text, start)
 
 
 GREEDY = {"temperature": 0}

@@ -1,15 +1,13 @@
-"""`scripts/sample.py`: stdout and stderr, JSON, prompts, scores, errors, folders of transformers."""
+"""`scripts/sample.py`: stdout, stderr, JSON, prompts, scores, errors, folders of transformers."""
 
 import codecs
 import math
 import os
-import random
 import re
 from functools import partial
 from pathlib import Path
 from select import select
 
-import numpy as np
 import pytest
 import torch
 from corpora import corpus_of, on_disk, rows
@@ -19,11 +17,9 @@ from servers import make_instruct_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
-from minigpt.data import readers
 from minigpt.data.readers import read_texts
 from minigpt.data.tokenizer import (
     SEPARATOR,
-    BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     encode_prompt,
@@ -231,22 +227,6 @@ def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
         assert find_device("auto") == wanted
-
-
-def test_a_long_prompt_without_a_place_to_cut_is_tokenized_in_the_parts_of_training(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 1000)
-    text = "".join(random.Random(0).choices("etaoinshrdlu", k=20_000))
-    tokenizer = BPETokenizer.train([text], 400)
-    file = tmp_path / "long.txt"
-    file.write_text(text, encoding="utf-8")
-    settings = {"field": "text", "separator": "<|endoftext|>"}
-    chunks = read_texts(str(file), "--prompt-file", **settings)
-    expected = np.concatenate([tokenizer.encode(chunk.text) for chunk in chunks]).tolist()
-    assert expected != tokenizer.encode(text).tolist()  # a merge spans two parts
-    assert read_prompt(tokenizer, None, str(file), settings) == (text, expected)
 
 
 TEXT = "a fox, a café.\n"
