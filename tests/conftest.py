@@ -53,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests that share a fixture of their module, and those that fork, in one worker each, first."""
+    """Run tests that share a fixture of their module, or fork, in one worker each, and first."""
     for item in items:
         found: Any = item
         fixtures = chain.from_iterable(found._fixtureinfo.name2fixturedefs.values())
@@ -201,7 +201,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=["server", "file"])
 def reader(request: Any, browser: Any, site: Any) -> Iterator[Any]:
-    """A reader of the page of a server, and of that in a file: addresses in `site` of the module."""
+    """A reader of the page of a server, and of that in a file; `site` has the addresses."""
     from readers import open_at
 
     yield from open_at(browser, getattr(site, request.param))
@@ -223,7 +223,7 @@ def in_file(browser: Any, site: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
-    """Return a function that opens a page, which logs no error, and returns one that runs scripts."""
+    """Return a function that opens a page without errors, and returns one that runs scripts."""
 
     def open_(file: Path) -> Callable[..., Any]:
         ready = """return location.href === arguments[0] &&
@@ -264,7 +264,7 @@ def small(text: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def finished(trained: Callable[..., Path]) -> SimpleNamespace:
-    """A small run with samples, that tests only read: folder, summary, output, validation tokens."""
+    """A small run with samples, which is read only: folder, summary, output, validation tokens."""
     with patch("minigpt.runs.fit.plot_curves", plot_curves):
         folder = trained("callbacks.samples.max_new_tokens=20")
     (tokens,) = folder.glob("../data/tokens/*/meta.json")
@@ -278,7 +278,7 @@ def finished(trained: Callable[..., Path]) -> SimpleNamespace:
 
 @pytest.fixture
 def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """Train in this process: `train("max_steps=5", folder=...)` returns folder, loss and summary."""
+    """Train in this process: `train("max_steps=5")` returns folder, loss and summary."""
 
     def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
         summary = minigpt.train(

@@ -32,6 +32,7 @@ TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name 
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
 SHORT += ["data.batch_size=4", "callbacks.samples.max_new_tokens=5", "originality=50"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
+NARROW = ["model.n_head=2", "model.n_embd=32"]
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 SLOW = {"-m", "minutes=10", *PROCESSES}
 # Run by test_serve_script.py, by test_recipes.py and, with torchrun, by test_hosts.py; pip and
@@ -84,6 +85,7 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         pretrained = re.search("init_from=|finetune", " ".join(arguments))
         arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
+        arguments += [] if pretrained or "model." in " ".join(command) else NARROW
         arguments += SMALL_SWEEP if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if "--num-samples" in arguments and "--originality" in arguments:
