@@ -110,7 +110,7 @@ def spooled_in_child(path):
 
 @pytest.fixture
 def pipe():
-    """Return a function that makes the path of a pipe, as the shell makes of <(printf TEXT)."""
+    # Return a function that makes the path of a pipe, as the shell makes of <(printf TEXT)
     ends = []
 
     def pipe_(text):
@@ -558,7 +558,7 @@ def parquet(texts):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server with the interface of the hub, which the clients take for it, and empty caches."""
+    # A server with the interface of the hub, which the clients take for it, and empty caches
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub/hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
     hub = Hub()
@@ -568,7 +568,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def point_at(url, monkeypatch):
-    """Do what HF_ENDPOINT does before these modules are imported."""
+    # Do what HF_ENDPOINT does before these modules are imported
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -134,7 +134,7 @@ def read_bins(folder, train, val, tokenizer=None):
 
 
 def llm_c(ids, dtype="<u2", magic=20240520, version=1, n=100):
-    """Write as https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py does."""
+    # Write as https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py does
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, n
     return header.tobytes() + ids.astype(dtype).tobytes()
@@ -407,7 +407,7 @@ def epochs_of(order, number):
 
 
 def counts_of(epochs, n, block_size):
-    """Count how often each token is a target in each epoch, (epochs, n)."""
+    # Count how often each token is a target in each epoch, (epochs, n)
     counts = np.zeros((len(epochs), n), dtype=int)
     for row, starts in zip(counts, epochs, strict=True):
         np.add.at(row, starts[:, None] + np.arange(1, block_size + 1), 1)

@@ -176,7 +176,7 @@ SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerat
 
 @pytest.fixture
 def server(monkeypatch):
-    """A small encoding in place of tiktoken's gpt2, with its one file on a server."""
+    # A small encoding in place of tiktoken's gpt2, with its one file on a server
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     with serving(SMALL, monkeypatch) as server:
         server.url += "/gpt-2/small.tiktoken"

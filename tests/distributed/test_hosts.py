@@ -70,7 +70,7 @@ def on_all(hosts: Hosts, ranks: int, overrides: list[str]) -> list[Any]:
 
 
 def finish(launchers: list[Any], code: int) -> list[str]:
-    """Wait until all launchers exit with a code, except killed ones; return what each printed."""
+    # Wait until all launchers exit with a code, except killed ones; return what each printed
     for launcher in launchers:
         launcher.wait(SECONDS)
     printed = [launcher.log.read_text(encoding="utf-8") for launcher in launchers]

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 
 def overrides(name: str, text: Path, folder: Path) -> list[str]:
-    """Return the overrides of a run on two ranks; its folder is at the microsecond of rank 0."""
+    # Return the overrides of a run on two ranks; its folder is at the microsecond of rank 0
     spread, settings, _ = RUNS[name]
     place = f"hydra.run.dir={folder}/{name}/${{now:%f}}"
     return small_run(text, folder / "data", *SETTINGS, *settings, *spread, *TWO, place)
@@ -227,7 +227,7 @@ def train_both(file: Path) -> None:
 
 
 def trained(model: GPT, ranks: OneRank | None = None) -> dict[str, Tensor]:
-    """The whole weights after three steps with drawn gradients, in float64."""
+    # The whole weights after three steps with drawn gradients, in float64
     generator = torch.Generator().manual_seed(0)
 
     def drawn(p: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ Train = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _float32() -> Iterator[None]:
-    """Compute matrix products without TF32, which a run of this process allows."""
+    # Compute matrix products without TF32, which a run of this process allows
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

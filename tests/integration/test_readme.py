@@ -85,7 +85,8 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         pretrained = re.search("init_from=|finetune", " ".join(arguments))
         arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
-        arguments += [] if pretrained or "model." in " ".join(command) else NARROW
+        if not (pretrained or "-m" in arguments or "model." in " ".join(command)):
+            arguments += NARROW
         arguments += SMALL_SWEEP if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if "--num-samples" in arguments and "--originality" in arguments:
@@ -106,7 +107,7 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
 
 
 def write_own_parts():
-    """Write the files of the section on own parts, which are indented there."""
+    # Write the files of the section on own parts, which are indented there
     section = TRAINING.split("## Your own parts")[1].split("```")[0]
     optimizer, schedule, callback, *code = map(dedent, re.findall(r"(?m)(?:^    .*\n)+", section))
     files = {
@@ -236,7 +237,7 @@ def test_every_file_that_a_document_names_exists(document):
 
 
 def anchors(text):
-    """The anchors of the headings of a page, as GitHub makes them."""
+    # The anchors of the headings of a page, as GitHub makes them
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
 

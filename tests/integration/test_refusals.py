@@ -19,7 +19,7 @@ from minigpt.utils.cli import explain
 
 
 def refusals(table):
-    """Return the part of the error of every command line of a table."""
+    # Return the part of the error of every command line of a table
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
     return {given: part.strip() for given, part in zip(lines[::2], lines[1::2], strict=True)}
 
@@ -385,7 +385,7 @@ def odd_files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def arguments(odd_files, trained, text, tmp_path):
-    """Return a function that splits a row; nothing is left by it, and the run is not changed."""
+    # Return a function that splits a row; nothing is left by it, and the run is not changed
 
     def split(given):
         for name, path in (("TOKENS", "RUN/../data/tokens/*"), ("RUN", trained()), ("TEXT", text)):

@@ -59,7 +59,7 @@ HELD = ["max_steps=20", "eval_every=5", "+callbacks.hold._target_=hosts.Hold"]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """SLURM on two hosts: a function that starts a command on one, by default on the controller."""
+    # SLURM on two hosts: a function that starts a command on one, by default on the controller
     with TemporaryDirectory(
         prefix="slurm", ignore_cleanup_errors=True
     ) as name:  # the limit for a socket is 107 bytes

@@ -94,7 +94,7 @@ def trainings(tmp_path_factory):
 
 
 def execute(notebook, folder):
-    """Run a notebook in a folder with a text; return both, and a function that finds a cell."""
+    # Run a notebook in a folder with a text; return both, and a function that finds a cell
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     NotebookClient(

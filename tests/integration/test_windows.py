@@ -29,7 +29,7 @@ HOLD = "+callbacks.hold._target_=hold.Hold"
 
 @pytest.fixture
 def on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let processes that start from here imitate Windows in a folder, which is returned."""
+    # Let processes that start from here imitate Windows in a folder, which is returned
     folder = tmp_path / "work"
     folder.mkdir()
     paths = [ROOT / "tests/windows", ROOT / "tests/sweeps"]
@@ -43,7 +43,7 @@ def on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(
     on_windows: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Script]]:
-    """Start a script in a process that is forked from one that imitates Windows."""
+    # Start a script in a process that is forked from one that imitates Windows
     server: Any = forkserver.ForkServer()
     server.set_forkserver_preload(PRELOADED)
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)

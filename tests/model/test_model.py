@@ -440,7 +440,7 @@ def test_a_width_that_heads_do_not_divide_is_refused():
 
 
 def formula(q, k, v, *, causal, mask, scale) -> tuple[Tensor, Tensor]:
-    """Compute attention one query at a time over its visible keys: output and weights."""
+    # Compute attention one query at a time over its visible keys: output and weights
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     visible = torch.ones(B, H, T, S, dtype=torch.bool) if mask is None else mask.expand(B, H, T, S)
@@ -459,7 +459,7 @@ def formula(q, k, v, *, causal, mask, scale) -> tuple[Tensor, Tensor]:
 def assert_same(
     function: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor
 ) -> None:
-    """Compare results, and the gradients of a random weighting of them by every input."""
+    # Compare results, and the gradients of a random weighting of them by every input
     found = []
     for one in (function, reference):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]

@@ -103,7 +103,7 @@ def nested(depth: int) -> str:
 
 
 def hostile_files() -> Iterator[tuple[str, str, bytes]]:
-    """Yield the name of a file, a part of its error (empty if it is harmless), and its content."""
+    # Yield the name of a file, a part of its error (empty if it is harmless), and its content
     pickled = io.BytesIO()
     bomb = io.BytesIO()
     torch.save(good() | {"x": Executed()}, pickled)

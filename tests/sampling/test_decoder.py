@@ -189,7 +189,7 @@ def assert_as_exact(reduced: Tensor, whole: Tensor, exact: Tensor, more: float =
 
 
 def memory(value: Any) -> int:
-    """Return the bytes of the tensors that a decoder holds beside its model."""
+    # Return the bytes of the tensors that a decoder holds beside its model
     if isinstance(value, Tensor):
         return value.untyped_storage().nbytes()
     if isinstance(value, list | tuple):
@@ -231,7 +231,7 @@ def change(statement: Changed) -> Changed:
 
 
 def edit(path: str, new: Callable[[Any], Any]) -> Changed:
-    """Set an attribute, or a module, to a function of what it was."""
+    # Set an attribute, or a module, to a function of what it was
     name, _, key = path.rpartition(".")
 
     def changed(model: GPT) -> GPT:
@@ -411,7 +411,7 @@ def assert_decoded_by_own_logits(model: GPT) -> None:
 def expected(
     model: Any, prompts: list[list[int]], n: int, seed: int = 0, **settings: Any
 ) -> list[list[int]]:
-    """Draw one sample per prompt from the logits of its whole text."""
+    # Draw one sample per prompt from the logits of its whole text
     texts = []
     for prompt in prompts:
         text = [*prompt]

@@ -121,7 +121,7 @@ STOP_PROMPTS = [[0, 1, 0, 1], [0]]
 
 @cache
 def unstopped() -> tuple[GPT, dict[str, Any], list[Sample]]:
-    """Return a model of the tokens of `Letters`, options, and its samples without a stop string."""
+    # Return a model of the tokens of `Letters`, options, and its samples without a stop string
     model = make(vocab_size=len(Letters.TOKENS))
     model.lm_head.weight.data *= 0.1
     options = {"max_new_tokens": 120, "num_samples": 4, "seed": 11, "logprobs": True}
@@ -305,7 +305,7 @@ class Letters:
 
 
 def ended(sample: Sample, stop: list[str | int]) -> Sample:
-    """Return what a sample is if its text or one of its tokens stops it."""
+    # Return what a sample is if its text or one of its tokens stops it
     sought = [one.encode() for one in stop if isinstance(one, str)]
     for n in range(1, len(sample.tokens) + 1):
         text = Letters().decode_bytes(sample.tokens[:n])

@@ -292,7 +292,7 @@ def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_pat
 
 @pytest.fixture(scope="module")
 def started(once):
-    """A folder whose tokenizer adds a start token, and whose texts end at two of its tokens."""
+    # A folder whose tokenizer adds a start token, and whose texts end at two of its tokens
     options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
     return once("started", lambda path: make_instruct_folder(path, **options))
 
@@ -303,7 +303,7 @@ def load(folder):
 
 
 def greedy(model, ids):
-    """Return the ids (1, T) that transformers generates after these ids (1, T)."""
+    # Return the ids (1, T) that transformers generates after these ids (1, T)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 3}
     return model.generate(ids, **options)[:, ids.size(1) :]
 

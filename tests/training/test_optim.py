@@ -224,7 +224,7 @@ def test_updates_of_activations_grow_with_the_width_but_under_mup(optimizer: str
 
 
 def slopes(optimizer: str, more_heads: bool, **settings: Any) -> dict[str, float]:
-    """Return the exponent of the width with which activations change in four steps, by layer."""
+    # Return the exponent of the width with which activations change in four steps, by layer
     changes = []
     for width in (64, 256):
         n_head = width // 16 if more_heads else 4
@@ -289,7 +289,7 @@ def build(**settings: Any) -> GPT:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Return tokens and targets (4, 16): an arithmetic sequence per row, plus a period of three."""
+    # Return tokens and targets (4, 16): an arithmetic sequence per row, plus a period of three
     generator = torch.Generator().manual_seed(0)
     t = torch.arange(17)
     start = torch.randint(64, (4, 1), generator=generator)
