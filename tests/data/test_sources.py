@@ -39,6 +39,18 @@ from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.ranks import SRUN
 
 
+@pytest.fixture
+def find(tmp_path):
+    # Find the training and the validation source (or None) of files in configs/data/
+    def find_(*names, **changes):
+        data = values() | {"folder": str(tmp_path / "data")}
+        for layer in (*map(values, names), changes):
+            data |= layer
+        return (*sources.find_sources(data), None)[:2]
+
+    return find_
+
+
 def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_order(
     find, tmp_path
 ):
@@ -199,7 +211,7 @@ def test_checksums_of_ordinary_texts_stay_what_they_were(find, tmp_path):
     assert find(path=str(tmp_path))[0].sha256 == sha256(identity.encode())
 
 
-def find(path):
+def files_of(path):
     return find_files(str(path), "data.path")
 
 
@@ -225,27 +237,27 @@ def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypat
     ]
     write_files(tmp_path, dict.fromkeys(known + others, "a"))
     (tmp_path / "folder.txt").mkdir()
-    assert find(tmp_path) == [tmp_path / name for name in known]
+    assert files_of(tmp_path) == [tmp_path / name for name in known]
     for name in ("a.md", "x.pdf", ".hidden.txt", "[odd] *name?.text"):
-        assert find(tmp_path / name) == [tmp_path / name]
-    assert find(f"{tmp_path}/**/*.md") == [tmp_path / "a.md"]
-    assert find(f"{tmp_path}/[ae].*") == [tmp_path / "a.md", tmp_path / "e.txt.gz"]
+        assert files_of(tmp_path / name) == [tmp_path / name]
+    assert files_of(f"{tmp_path}/**/*.md") == [tmp_path / "a.md"]
+    assert files_of(f"{tmp_path}/[ae].*") == [tmp_path / "a.md", tmp_path / "e.txt.gz"]
     monkeypatch.setenv("HOME", str(tmp_path / "deep"))
-    assert find("~/er/c.jsonl") == find("~/*/*.jsonl") == [tmp_path / "deep/er/c.jsonl"]
+    assert files_of("~/er/c.jsonl") == files_of("~/*/*.jsonl") == [tmp_path / "deep/er/c.jsonl"]
     for name, problem in {
         "no.txt": "does not exist",
         "*.tsv": "matches no file",
         "folder.txt": "has no file",
     }.items():
-        refused(re.escape(f"data.path={tmp_path / name} {problem}"), find, tmp_path / name)
+        refused(re.escape(f"data.path={tmp_path / name} {problem}"), files_of, tmp_path / name)
 
 
 def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
     write_files(tmp_path, dict.fromkeys(("a.txt", "b.html", "c.html", "LICENSE", ".hidden"), "a"))
-    find(tmp_path)
+    files_of(tmp_path)
     warning = f"3 files of {tmp_path} are skipped (.html, no suffix); a pattern such as"
     assert warning in capsys.readouterr().err
-    find(tmp_path / "a.txt")
+    files_of(tmp_path / "a.txt")
     assert capsys.readouterr().err == ""
 
 
@@ -271,7 +283,9 @@ def test_linked_folders_are_followed_without_end_and_a_file_is_read_once(tmp_pat
         found = find_files(path, "data.path")
         assert sorted(os.path.realpath(file) for file in found) == both
     # Below again and z
-    assert [file.read_text(encoding="utf-8") for file in find(f"{texts}/*/deep/*.txt")] == ["deep"]
+    assert [file.read_text(encoding="utf-8") for file in files_of(f"{texts}/*/deep/*.txt")] == [
+        "deep"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,19 +297,19 @@ def test_a_pattern_gives_the_files_of_glob(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     paths = map(Path, glob(pattern, recursive=True))
     expected = sorted(path for path in paths if path.is_file())
-    assert find(pattern) == expected
-    assert find(tmp_path / pattern) == [tmp_path / file for file in expected]
+    assert files_of(pattern) == expected
+    assert files_of(tmp_path / pattern) == [tmp_path / file for file in expected]
 
 
 def test_a_broken_link_is_told_apart_from_a_missing_file(tmp_path, capsys):
     (tmp_path / "a.txt").symlink_to(tmp_path / "gone.txt")
     message = r"data\.path=.*a\.txt is a broken link to .*gone\.txt; give a file that exists"
-    refused(message, find, tmp_path / "a.txt")
+    refused(message, files_of, tmp_path / "a.txt")
     for path in (tmp_path, tmp_path / "*.txt"):
         message = r"no file.*; 1 files of .* are skipped \(broken link, FIFO or device\)$"
-        refused(message, find, path)
+        refused(message, files_of, path)
     (tmp_path / "b.txt").write_text("b")
-    assert find(tmp_path) == find(tmp_path / "*.txt") == [tmp_path / "b.txt"]
+    assert files_of(tmp_path) == files_of(tmp_path / "*.txt") == [tmp_path / "b.txt"]
     assert capsys.readouterr().err.count("1 files of") == 2
 
 
@@ -339,16 +353,16 @@ def test_the_output_of_runs_and_preparations_is_no_text_of_a_folder(tmp_path, ca
     write_files(tmp_path, dict.fromkeys([*output, *texts, *others], "a"))
     monkeypatch.chdir(tmp_path)
     for path in (".", "**/*.[tm][xd]*", str(tmp_path)):
-        assert {os.path.relpath(file, tmp_path) for file in find(path)} == {*texts}
+        assert {os.path.relpath(file, tmp_path) for file in files_of(path)} == {*texts}
         n_skipped = len(output) + (2 if "*" not in path else 0)  # metrics.csv and sweep.json
         warning = f" {n_skipped} files of {path} are skipped (of earlier commands)"
         assert warning in capsys.readouterr().err
-    assert find("data") == [Path(name) for name in texts[1:4]]
+    assert files_of("data") == [Path(name) for name in texts[1:4]]
     for path in ("runs/x/samples.txt", output[6], "**/tinyshakespeare.txt", "runs/*/samples.txt"):
-        assert len(find(path)) == 1
+        assert len(files_of(path)) == 1
     refused(
         r"=runs/x has no file with suffix.*; 4 files of runs/x are skipped \(of earlier",
-        find,
+        files_of,
         "runs/x",
     )
 
@@ -368,8 +382,8 @@ def test_a_run_resumes_on_a_folder_that_holds_its_own_output(train, text, tmp_pa
 
 def test_the_readme_of_a_clone_is_no_text_of_its_data_folder(monkeypatch):
     monkeypatch.chdir(ROOT)
-    refused(r"=data/R\*\.md matches no file.*\(of earlier commands\)", find, "data/R*.md")
-    assert find("data/README.md") == [Path("data/README.md")]
+    refused(r"=data/R\*\.md matches no file.*\(of earlier commands\)", files_of, "data/R*.md")
+    assert files_of("data/README.md") == [Path("data/README.md")]
 
 
 LITTLE = b"a little text\nin two lines\n"
