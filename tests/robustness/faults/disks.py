@@ -148,7 +148,7 @@ def no_home(workdir: Path, rng: Random) -> None:
 
 
 FAULTS = [
-    Fault("last.safetensors: bit flip", corrupt_last, 20, "fast"),
+    Fault("last.safetensors: bit flip", corrupt_last, 20, "slow"),
     Fault("disk full: token files", full_for_token_files, 6, "slow"),
     Fault("disk full: checkpoint", full_for_checkpoint, 8),
     Fault("disk full: during training", full_during_training, 8, "slow"),
