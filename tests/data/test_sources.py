@@ -652,21 +652,6 @@ def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(
         offline()
 
 
-def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(
-    train, stories, tmp_path
-):
-    given = ("data=openwebtext", "data.path=null", "data.val_split=validation", "tokenizer=byte")
-    train(*given, f"data.dataset={stories}", "max_steps=1")
-    refused(
-        "is not searched, because other settings select the text",
-        train,
-        *given,
-        f"data.dataset={tmp_path}/another",
-        "max_steps=2",
-        "resume=auto",
-    )
-
-
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):
     for changes, problem in (
         (
