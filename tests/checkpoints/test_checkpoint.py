@@ -1,4 +1,4 @@
-"""Checkpoints: exact, without code, atomic; damaged ones are rejected; runs that start from them."""
+"""Checkpoints: exact, without code, atomic; damaged ones are rejected; runs that start from one."""
 
 import copy
 import hashlib

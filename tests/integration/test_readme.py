@@ -442,12 +442,12 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
 
 
 NOTEBOOK = ROOT / "docs/minigpt.ipynb"
-IN_KERNEL = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 "
-IN_KERNEL += "callbacks.originality=null trainer=cpu"
+SMALL = "model.block_size=32 model.n_layer=1 model.n_head=2 schedule.warmup_steps=1 "
+SMALL += "callbacks.originality=null trainer=cpu"
 PARAMETERS = f"""
 import matplotlib
-TRAIN = "data.path=all.txt max_steps=20 eval_every=10 model.n_embd=16 {IN_KERNEL}".split()
-SWEEP = "data.path=all.txt max_steps=2 eval_every=1 model.n_embd=8,16 {IN_KERNEL} hydra/launcher=basic"
+TRAIN = "data.path=all.txt max_steps=20 eval_every=10 model.n_embd=16 {SMALL}".split()
+SWEEP = "data.path=all.txt max_steps=2 eval_every=1 model.n_embd=8,16 {SMALL} hydra/launcher=basic"
 """
 INTERRUPTED = """
 import gc, os, signal, sys

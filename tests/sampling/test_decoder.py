@@ -28,7 +28,8 @@ from torch.nn.utils import parametrize
 from minigpt.model.attention import KVCache
 from minigpt.model.changes import find_change
 from minigpt.model.evaluation import evaluation
-from minigpt.model.gpt import GPT
+from minigpt.model.gpt import GPT, MLP
+from minigpt.model.ops import ACTIVATIONS
 from minigpt.sampling.decoder import Decoder
 from minigpt.sampling.fast.fast_decoder import FastDecoder
 from minigpt.sampling.fast.graph_decoder import GraphDecoder
@@ -362,6 +363,20 @@ def test_methods_that_are_replaced_in_their_class_are_used(
 def test_a_global_hook_is_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(nn.modules.module._global_forward_hooks, 0, lambda module, args, x: 2 * x)
     assert_decoded_by_own_logits(rope())
+
+
+def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Negative(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.model.gpt.MLP", Negative)
+        assert_decoded_by_own_logits(rope(norm_eps=1e-4))  # a config that no other test has
+    monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
+    assert_decoded_by_own_logits(rope(norm_eps=2e-4))
 
 
 def test_shared_blocks_are_decoded_fast_until_one_is_replaced():

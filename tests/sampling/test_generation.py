@@ -179,6 +179,16 @@ def test_a_model_stays_in_its_mode_and_can_be_trained(training: bool):
     assert model.wte.weight.grad is not None
 
 
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_neither_samples_nor_scores_have_dropout(is_changed: bool):
+    model = make(dropout=0.5)
+    if is_changed:
+        model.blocks[0].register_forward_hook(lambda module, args, x: x)
+    expected = (texts(model, [3], max_new_tokens=9), score(model, [1, 2], [3]).nats)
+    model.train()
+    assert (texts(model, [3], max_new_tokens=9), score(model, [1, 2], [3]).nats) == expected
+
+
 HOLES = [0, 3, 4, 9, 22, 38]
 
 

@@ -208,18 +208,19 @@ def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sampl
     assert f"{SEPARATOR} in the prompt is encoded as ordinary text" in plain.stderr
 
 
-def test_a_document_is_encoded_whole_by_a_tokenizer_that_does_not_split_at_cuts(tmp_path):
+def test_a_long_document_is_tokenized_in_the_parts_of_training_if_the_tokenizer_splits_it(tmp_path):
     class Prefixed(ByteTokenizer):
-        splits_at_cuts = False
-
         def encode(self, text):
             return super().encode(f"\0{text}")
 
     file = tmp_path / "long.txt"
     file.write_text("to be " * 400_000, encoding="utf-8")
-    assert len([*read_texts(str(file), "file")]) > 1
-    ids = read_prompt(Prefixed(), None, str(file), {})[1]
-    assert (len(ids), ids.count(0)) == (6 * 400_000 + 1, 1)
+    n_parts = len([*read_texts(str(file), "file")])
+    assert n_parts > 1
+    for splits, count in ((False, 1), (True, n_parts)):
+        Prefixed.splits_at_cuts = splits
+        ids = read_prompt(Prefixed(), None, str(file), {})[1]
+        assert (len(ids), ids.count(0)) == (6 * 400_000 + count, count)
 
 
 def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
