@@ -54,10 +54,11 @@ def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
 
 def rows(folder: Path) -> list[dict[str, str]]:
     """Return the rows of the metrics.csv of a run, without the columns that measure time."""
-    return [
-        {name: value for name, value in row.items() if name not in TIMES}
-        for row in table(folder / "metrics.csv")
-    ]
+    found = table(folder / "metrics.csv")
+    for row in found:
+        for name in TIMES & row.keys():
+            del row[name]
+    return found
 
 
 def table(file: Path) -> list[dict[str, str]]:
