@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import (
     ROOT,
+    Hub,
     corpus_of,
     documents,
     serving,
@@ -27,7 +28,6 @@ from corpora import (
     values,
     write_files,
 )
-from hub import Hub
 from refusals import refused
 
 from minigpt.data import readers, sources

@@ -244,8 +244,7 @@ CAPTURED = {
 
 @pytest.mark.xdist_group("compiled")  # one worker imports torch's compiler
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("how", ["export", "trace"])
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(("name", "how"), zip(CAPTURED, ("trace", "export"), strict=True))
 def test_an_exported_or_traced_model_computes_texts_of_every_length(name: str, how: str):
     dtype, settings = CAPTURED[name]
     # More than the formula attends to
