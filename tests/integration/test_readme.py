@@ -41,7 +41,7 @@ PAGES = [
 # Run by test_recipes.py
 TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")
 SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
-SHORT += ["data.batch_size=4", "callbacks.samples.max_new_tokens=5", "originality=50"]
+SHORT += ["data.batch_size=4", "callbacks.samples.max_new_tokens=5", "originality=null"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 NARROW = ["model.n_head=2", "model.n_embd=32"]
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
