@@ -18,6 +18,7 @@ import transformers
 from models import make_model
 from refusals import refused
 from safetensors.torch import load_file
+from servers import make_instruct_folder
 from small_runs import column
 from test_resume import OFTEN, broken_off, check_same_end
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from minigpt.checkpoints.format import FORMAT, contents, read, write
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import find_resumed
-from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer, encode_prompt
 from minigpt.extras.corpora.run_corpus import find_corpus
 from minigpt.runs.run_dir import PLAN, SUMMARY, read_summary
 from minigpt.utils.errors import UserError
@@ -353,6 +354,24 @@ def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(train, train
     assert read(second.folder / LAST)["global_step"] == 1
     tokenizers = [load_checkpoint(folder)[1].to_dict() for folder in (first, second.folder)]
     assert tokenizers[0] == tokenizers[1]
+
+
+def test_a_run_keeps_the_start_and_end_tokens_of_a_folder_and_needs_no_embedding_of_its_padding(
+    train, tmp_path
+):
+    given = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    folder = make_instruct_folder(tmp_path / "a", **given)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.add_special_tokens({"pad_token": "<pad>"})  # without a new embedding
+    theirs.save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.pad_token_id == find_pretrained(str(folder)).config.vocab_size
+    run = train(f"init_from={folder}", "max_steps=1", "model.block_size=16")
+    model, tokenizer = load_checkpoint(run.folder)
+    for text in ("Hello", "a<|im_end|>b"):
+        assert encode_prompt(tokenizer, text).tolist() == theirs(text).input_ids
+    assert (tokenizer.start.tolist(), tokenizer.end_ids) == ([0], [2, 1, 4])
+    assert encode_prompt(tokenizer, "<pad>").max() < tokenizer.vocab_size == model.config.vocab_size
 
 
 def test_the_block_size_can_be_cropped_and_dropout_set(train, trained):

@@ -13,6 +13,7 @@ import tarfile
 import zipfile
 from unittest.mock import patch
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -114,6 +115,14 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     for field in ("text", "id"):
         problem = f"no text in column {field}; the columns with text are story;"
         assert problem in refusal(file, field)
+
+
+def test_categories_of_pandas_are_texts(tmp_path):
+    texts = [f"text {i % 300}" for i in range(900)]
+    file = tmp_path / "a.parquet"
+    pd.DataFrame({"text": pd.Categorical(texts)}).to_parquet(file, row_group_size=400)
+    assert pq.read_schema(file).field("text").type.index_type == pa.int16()
+    assert documents(read_files([file], "text")) == texts
 
 
 def test_rows_with_null_are_left_out_and_counted_once_in_all_formats(tmp_path, capsys):
@@ -370,6 +379,25 @@ def test_another_format_is_named_with_its_way_to_text(tmp_path):
     for kind, content in archives(tmp_path).items():
         (tmp_path / "a.txt").write_bytes(content)
         assert f"a.txt is {kind}" in refusal(tmp_path / "a.txt")
+
+
+def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch):
+    # Each block is split once: a line of many blocks is not joined with each
+    read = []
+    decode = readers._decode
+    lines = [f'{{"text": "{text}"}}\r\n' for text in ("é" * 5000, r"b\r\n", "")]
+
+    class Block(str):
+        def __radd__(self, before):
+            read.append(len(before))
+            return before + str(self)
+
+    monkeypatch.setattr(readers, "_decode", lambda *args: map(Block, decode(*args)))
+    file = tmp_path / "a.jsonl"
+    file.write_bytes("".join(lines).encode())
+    found = read_with_blocks(10, lambda: read_documents(file, "text"))
+    assert documents(found) == ["é" * 5000, "b\n", ""]
+    assert sum(read) == 0
 
 
 def test_a_text_is_cut_where_it_can_be_cut_or_else_at_the_maximum_length(monkeypatch):

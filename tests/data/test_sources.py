@@ -30,8 +30,12 @@ from corpora import (
 )
 from refusals import refused
 
+from minigpt.checkpoints.format import contents, write
 from minigpt.data import readers, sources
+from minigpt.data.prepare import load_corpus
 from minigpt.data.readers import find_files, read_texts
+from minigpt.extras.corpora.run_corpus import find_corpus
+from minigpt.model.config import GPTConfig
 from minigpt.runs.run_dir import PLAN
 from minigpt.sweeps.report import RUNS
 from minigpt.sweeps.report import TEXT as TEXT_REPORT
@@ -650,6 +654,33 @@ def test_an_unknown_data_set_or_revision_and_a_hub_that_is_down_are_one_line(
         with pytest.raises(RunError, match=UNREACHED):
             find("openwebtext", **plays)
         offline()
+
+
+def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
+    own = {"folder": str(tmp_path / "data"), "dataset": str(stories), "val_fraction": 0.2}
+    data = values() | values("openwebtext") | own
+    corpus = load_corpus(data, {"name": "char"})
+    model = GPTConfig(vocab_size=corpus.tokenizer.vocab_size)
+    own = {"config": {"data": data}, "corpus_sha256": corpus.sha256}
+    content = contents(model, corpus.tokenizer, **own)
+    write(content | {"state_dict": {}}, tmp_path / "last.safetensors")
+    load_corpus(data | {"val_fraction": 0.5}, {"name": "char"})  # another split of the same text
+    assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
+
+
+def test_a_run_does_not_resume_on_its_token_files_if_another_data_set_is_given(
+    train, stories, tmp_path
+):
+    given = ("data=openwebtext", "data.path=null", "data.val_split=validation", "tokenizer=byte")
+    train(*given, f"data.dataset={stories}", "max_steps=1")
+    refused(
+        "is not searched, because other settings select the text",
+        train,
+        *given,
+        f"data.dataset={tmp_path}/another",
+        "max_steps=2",
+        "resume=auto",
+    )
 
 
 def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):

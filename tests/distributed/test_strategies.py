@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import processes  # noqa: F401  # its fork server has imported everything
 import pytest
 import torch
+from processes import Script
 from ranks import train_on_ranks
 from small_runs import column, small_run
 from torch import Tensor, distributed, multiprocessing
@@ -152,6 +154,31 @@ def test_the_own_error_of_a_rank_that_lightning_started_is_the_reason(
     ended = launch("train.py", *fails, cold_start=True)
     assert (ended.returncode, f"error: {OWN}" in ended.stderr.splitlines()) == (1, True)
     assert read_summary(tmp_path / "run")["reason"] == OWN
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_train_as_one(small, trained, tmp_path):
+    # Without --ntasks-per-node, in a job with more tasks, and with variables of its script
+    spread = ["trainer=ddp", "trainer.accelerator=cpu", f"hydra.run.dir={tmp_path}/two"]
+    group = {
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_NAME": "interactive",
+    }
+    with socket.socket() as free:
+        free.bind(("", 0))
+        group |= {"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = []
+    for rank in "01":
+        env = group | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        output = tmp_path / f"rank{rank}"
+        ranks.append(Script("train.py", *small, *SETTINGS, *spread, output=output, env=env))
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(trained(*SETTINGS)), rel=1e-6)
 
 
 @pytest.mark.parametrize("nodes", ["a7", "a[7-9]", "a[7,9],b1", "a7,a[8-9]"])

@@ -3,8 +3,13 @@
 `MINIGPT_TEST_DEVICE=cpu python -m pytest -m gpu` rehearses these tests on a CPU, to test the tests.
 """
 
+import asyncio
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -17,7 +22,7 @@ from architectures import every_architecture
 from models import make_model
 from ranks import train_on_ranks
 from robustness.faults.tools import different_leaves
-from small_runs import TEST_DEVICE, column
+from small_runs import ROOT, TEST_DEVICE, column
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -27,10 +32,14 @@ from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.extras.interpret.heads import attention_maps
+from minigpt.extras.playground.engine import Engine, SampleRequest, Token
+from minigpt.model.ops import NORMS
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
 from minigpt.sampling.generation import score
+from minigpt.sampling.settings import SamplingSettings
 from minigpt.training.optim import adamw, muon
 from minigpt.training.precision import training_precision
 from minigpt.utils.errors import NonFiniteLoss
@@ -120,6 +129,17 @@ def test_compilation_does_not_change_the_losses(train: Train, tmp_path: Path) ->
     assert column(compiled, "train_loss") == pytest.approx(expected, rel=0.01)
 
 
+def test_the_mfu_of_a_known_gpu_is_logged(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = metrics.device_name(DEVICE)
+    peak = metrics.PEAK_FLOPS.get(name, 1e12)
+    monkeypatch.setitem(metrics.PEAK_FLOPS, name, peak)
+    folder = train(*ON_GPU).folder
+    logged = column(folder, "mfu")
+    assert len(logged) == 4
+    assert 0 < min(logged) <= max(logged) < 1
+    assert logged == pytest.approx([s / peak for s in column(folder, "flops_per_second")])
+
+
 def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -> None:
     # The losses of a GPU are read once per row of metrics
     folder = train(*ON_GPU, "pause_at=10").folder
@@ -127,6 +147,15 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -
         train(*ON_GPU, "resume=auto", "optimizer.lr=1e30")
     assert read_summary(folder)["status"] == "failed"
     assert read(folder / LAST)["global_step"] == 10
+
+
+@pytest.mark.slow
+def test_a_killed_run_recovers_on_the_gpu() -> None:
+    command = [sys.executable, "-m", "robustness.faults", "--only", "SIGKILL at", "--trials", "1"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "MINIGPT_FAULTS_TRAINER": KIND}
+    options: Any = {"capture_output": True, "encoding": "utf-8", "check": False, "timeout": 600}
+    done = subprocess.run(command, cwd=ROOT, env=env, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -140,6 +169,18 @@ def test_greedy_text_is_that_of_a_cpu(train: Train, settings: str) -> None:
     for one, other in zip(*samples, strict=True):
         assert one.tokens == other.tokens
         assert_close(Tensor(one.logprobs), Tensor(other.logprobs), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_64_streams_are_generated_as_one(dtype: torch.dtype) -> None:
+    model = gpu_model().to(DEVICE, dtype)
+    drawn = {"max_new_tokens": 30, "temperature": 0.8, "top_p": 0.9}
+    samples = generate(model, [1, 2], num_samples=64, seed=7, **drawn)
+    assert {len(sample.tokens) for sample in samples} == {30}
+    assert len({tuple(sample.tokens) for sample in samples}) == 64
+    if dtype == torch.float32:
+        (alone,) = generate(model, [1, 2], seed=7 + 63, **drawn)
+        assert samples[63].tokens == alone.tokens
 
 
 def test_a_checkpoint_of_the_gpu_is_sampled_plotted_and_exported(
@@ -254,3 +295,42 @@ def test_autocast_keeps_the_loss_in_float32_and_in_float16_or_on_a_cpu_the_resid
     if KIND == "gpu" and half == torch.bfloat16:
         reduced |= {"final_norm", "blocks.0", "blocks.0.norm_1", "blocks.0.norm_2"}
     assert {name for name, dtype in outputs.items() if dtype == half} == reduced
+
+
+def test_autocast_does_not_round_the_weights_of_norms() -> None:
+    # As the residual stream
+    x = Tensor([1, -1] * 4).to(DEVICE, torch.bfloat16 if KIND == "gpu" else torch.float32)
+    weight = torch.full((8,), 1 + 2**-9, device=DEVICE)  # in bfloat16: 1
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for norm in NORMS.values():
+            assert_close(norm(x, weight).float(), x.float() * weight, atol=1e-4, rtol=0)
+
+
+def test_models_generate_at_once_as_one_after_another() -> None:
+    def texts(model: minigpt.GPT) -> list[list[int]]:
+        options: Any = {"max_new_tokens": 40, "temperature": 0}
+        return [generate(model, [1], num_samples=n, **options)[-1].tokens for n in range(1, 9)]
+
+    models = [gpu_model(n_layer=n_layer).to(DEVICE) for n_layer in (1, 2, 3)]
+    expected = [texts(model) for model in models]
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(texts, models)) == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one_generates_the_same_text() -> None:
+    model = gpu_model()
+    options = {"max_new_tokens": 30, "temperature": 0}
+    first = generate(model.to("cuda:0"), [1, 2], **options)
+    assert generate(model.to("cuda:1"), [1, 2], **options) == first
+
+
+def test_the_server_draws_on_the_gpu() -> None:
+    settings: list[Any] = [{"temperature": 0}, {"top_k": 3}, {"repetition_penalty": 1.5}]
+    requests = [SampleRequest([1, 2, 3], 4, SamplingSettings(**given)) for given in settings]
+
+    async def serve() -> list[Token]:
+        engine = Engine(gpu_model().to(DEVICE), ByteTokenizer())
+        return [token async for token in engine.generate(*requests)]
+
+    assert len(asyncio.run(serve())) == 3 * 4

@@ -5,14 +5,20 @@ import math
 import os
 import subprocess
 import sys
+from operator import itemgetter
 
 import numpy as np
 import pytest
 import torch
 from models import draw_weights
-from small_runs import CONFIGS, SCRIPTS, composed
+from small_runs import CONFIGS, SCRIPTS, column, composed
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 import minigpt
+from minigpt.data.batches import WindowOrder
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
 from minigpt.training.schedules import cosine
@@ -60,6 +66,62 @@ def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
     small += [f"data.path={text}", f"data.folder={tmp_path}/data", f"hydra.run.dir={tmp_path}/run"]
     small += [f"init_from={gpt2_folder}", "~callbacks.samples", "schedule.warmup_steps=2"]
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
+
+
+def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, monkeypatch):
+    # Of four steps with torch's Muon and AdamW, all in the warm-up, in float64
+    content = text.read_text(encoding="utf-8")
+    letters = sorted(set(content))
+    train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
+    config = {"block_size": 128, "n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False}
+    config |= {"norm": "rmsnorm_noscale", "position": "rope", "activation": "relu2"}
+    config |= {"qk_norm": True, "embed_norm": True, "tie_embeddings": False, "smear": 2}
+    config |= {"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "vocab_size": len(letters)}
+    # The weights; queries, keys and values are matrices of their own
+    torch.manual_seed(1337)
+    model = GPT(GPTConfig(**config)).double()
+    w = {key: weight.detach().clone() for key, weight in model.named_parameters()}
+    names = [f"blocks.{i}.attention.qkv.weight" for i in (0, 1)]
+    for name in names:
+        w |= dict(zip([name + x for x in "qkv"], w.pop(name).chunk(3), strict=True))
+    w = {name: nn.Parameter(weight) for name, weight in w.items()}
+    # The optimizers; torch's Muon casts on every device
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    monkeypatch.setattr("minigpt.training.optim.half_dtype", lambda device: None)
+    table = w["ngrams.table.weight"]
+    others = [weight for key, weight in w.items() if not key.startswith("blocks.")]
+    rest = [weight for weight in others if weight is not table]
+    groups = [{"params": [table], "weight_decay": 1.0}, {"params": rest, "weight_decay": 0.0}]
+    matrices = [weight for key, weight in w.items() if key.startswith("blocks.")]
+    optimizers = [
+        torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), foreach=False, fused=False),
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1),
+    ]
+    schedules = [LambdaLR(optimizer, lambda step: (step + 1) / 21) for optimizer in optimizers]
+    # The steps
+    expected = []
+    for starts in WindowOrder(len(train), 128, 1337).starts(np.arange(4 * 12)).reshape(4, 12, 1):
+        window = train[torch.from_numpy(starts) + torch.arange(129)]
+        fused = {name: torch.cat(itemgetter(*(name + x for x in "qkv"))(w)) for name in names}
+        logits = functional_call(model, w | fused, (window[:, :-1],))
+        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, [*w.values()])
+        for weight, gradient in zip(w.values(), gradients, strict=True):
+            weight.grad = gradient
+        nn.utils.clip_grad_norm_(w.values(), 1.0)
+        for either in (*optimizers, *schedules):
+            either.step()
+        expected.append(loss.item())
+    # The same by the recipe
+    run = tmp_path / "run"
+    settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4"]
+    settings += ["log_every=1", "eval_batches=1", "~callbacks.samples", "originality=null"]
+    settings += ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data"]
+    settings += ["data.val_fraction=0.1", f"hydra.run.dir={run}"]
+    minigpt.train(["experiment=fast_cpu", *settings])
+    assert column(run, "train_loss") == pytest.approx(expected, rel=1e-7)
+    rates = [0.02 * step / 21 for step in (1, 2, 3, 4)]
+    assert column(run, "learning_rate") == pytest.approx(rates)
 
 
 @pytest.fixture(autouse=True)

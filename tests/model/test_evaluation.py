@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import permutations
-from threading import get_ident
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
 import torch
 from architectures import make
+from torch import nn
 
 from minigpt.model.evaluation import evaluation
-from minigpt.sampling.generation import generate, score
+from minigpt.sampling.generation import generate, score, stream
 
 BLOCK = 16
 COMPILED = pytest.mark.xdist_group("compiled")  # one worker imports torch's compiler
@@ -46,6 +48,39 @@ def test_cudnn_attention_is_as_the_user_set_it_after_calls_that_overlap(before: 
         second.__exit__(None, None, None)
         assert torch.backends.cuda.cudnn_sdp_enabled() == (meanwhile or before)
     torch.backends.cuda.enable_cudnn_sdp(at_start)
+
+
+@COMPILED
+def test_a_model_trains_compiled_while_a_thread_samples_from_another():
+    backend = Backend()
+    inside = Event()
+    trained = Event()
+    build = partial(torch.compile, backend=backend, fullgraph=True)
+    model = build(make(position="rope", n_layer=1))
+    sampled = build(make(position="rope", n_layer=1))
+    tokens = torch.randint(23, (2, BLOCK))
+
+    def wait(module: nn.Module, args: Any) -> None:
+        inside.set()
+        assert trained.wait(60)
+
+    def sample() -> int:
+        next(stream(sampled, [3], max_new_tokens=9))  # and no further
+        score(sampled, [3], [1])
+        model(tokens, tokens)
+        return get_ident()
+
+    sampled.blocks[0].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(1) as pool:
+        sampling = pool.submit(sample)
+        assert inside.wait(60)
+        for _ in range(3):
+            model(tokens, tokens).backward()
+        assert backend.threads == [get_ident()] * 3
+        trained.set()
+        sampler = sampling.result()
+    assert backend.threads[3:] == [sampler]
+    assert model.wte.weight.grad is not None
 
 
 class Backend:

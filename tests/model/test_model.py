@@ -295,6 +295,15 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(settings: dict[str, Any]):
             model(*map(torch.tensor, batch))
 
 
+def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():
+    model = make_model()
+    ids = torch.randint(23, (3, 1, 16))
+    rows = torch.func.vmap(model)(ids, ids)  # (3,)
+    assert_close(rows, torch.stack([model(row, row) for row in ids]))
+    model.wte.weight.data[:] = math.nan
+    assert model(ids[0], ids[0]).isnan()
+
+
 @pytest.mark.parametrize("place", ["", "blocks.0.attention", "blocks.0.mlp"])
 def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     model = make_model(dropout=0.2, n_embd=64)
@@ -610,3 +619,40 @@ def test_a_function_and_its_size_add_an_activation_or_a_norm_to_model_and_sampli
     full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
     expected = full.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
     assert_near(torch.tensor(sample.logprobs), expected, full, terms=terms_of(model.config))
+
+
+# The first of the five notebooks from which minigpt started: three tokens of width 2, no biases.
+TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)
+THREE_HEADS = [
+    [1.0100, 1.0641, -0.7081, -0.8268, 0.6226, 0.1312],
+    [0.2040, 0.7057, -0.7417, -0.9193, 0.5522, 0.2499],
+    [3.4989, 2.2427, -0.7190, -0.8447, 0.5669, 0.2324],
+]
+
+
+def test_000_self_attention_with_and_without_a_mask():
+    assert_printed(full_width_heads(3)(TOKENS)[0], THREE_HEADS)
+    plain = full_width_heads(1)
+    causal = full_width_heads(1, causal=True)
+    weights = [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]]
+    assert_printed(plain.attention_weights(TOKENS)[0, 0], weights)
+    masked = [[1, 0, 0], [0.3606, 0.6394, 0], weights[2]]
+    assert_printed(causal.attention_weights(TOKENS)[0, 0], masked)
+    visible = torch.ones(3, 3, dtype=torch.bool).tril()  # true where the notebook's mask is false
+    for output in (causal(TOKENS)[0], plain(TOKENS, mask=visible)[0]):
+        assert_printed(output, [[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]])
+
+
+def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention:
+    """Return concatenated heads as wide as the tokens, with notebook 000's weights."""
+    torch.manual_seed(42)
+    drawn = [nn.Linear(2, 2, bias=False).weight for _ in range(3 * n_head)]
+    attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal)
+    attention.out = nn.Identity()
+    attention.qkv.weight.data = torch.cat(drawn[::3] + drawn[1::3] + drawn[2::3]).detach()
+    return attention
+
+
+def assert_printed(actual: Tensor, figures: object) -> None:
+    """Assert that values equal the figures that a notebook prints, to 4 decimals."""
+    assert_close(actual, torch.tensor(figures, dtype=actual.dtype), atol=5.5e-5, rtol=0)

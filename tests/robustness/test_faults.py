@@ -1,5 +1,6 @@
 """One trial of the faults that are quick to inject; `make faults` runs many trials of all."""
 
+import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from robustness.faults import FAULTS
 from robustness.faults.tools import Fault, Skipped
+from small_runs import wandb_records
 
 from minigpt.runs.callbacks.shutdown import GracefulShutdown
 from minigpt.utils.signals import (
@@ -60,6 +62,31 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     train(*settings, "resume=auto")
     written, expected = ((run / "samples.txt").read_text("utf-8") for run in (folder, whole))
     assert written == expected
+
+
+def test_weights_and_biases_gets_the_results_of_a_whole_run(
+    train: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    curves: None,
+) -> None:
+    # Also the originality of its text, and also if its picture cannot be written
+    (tmp_path / "run/curves.png").mkdir(parents=True)
+    (tmp_path / "run/.hydra").mkdir()  # of a run, which continues
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(
+        "logger=wandb",
+        "callbacks.originality.characters=20",
+        "resume=auto",
+        "max_steps=4",
+        "eval_every=4",
+    )
+    assert "Weights & Biases is lost" not in capsys.readouterr().err
+    records = wandb_records(tmp_path / "run")
+    assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]
+    assert "generated_text" in json.dumps(records)
 
 
 def test_only_a_second_signal_ends_a_run_at_once() -> None:

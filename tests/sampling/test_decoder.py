@@ -18,6 +18,8 @@ from architectures import (
     make,
     tokens,
 )
+from extras.playground.test_engine import collect
+from extras.playground.test_engine import serve as serve_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -25,6 +27,7 @@ from tolerance import assert_near, terms_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from minigpt.extras.playground.engine import SampleRequest
 from minigpt.model.attention import KVCache
 from minigpt.model.changes import find_change
 from minigpt.model.evaluation import evaluation
@@ -38,6 +41,7 @@ from minigpt.sampling.generation import decoder_class, generate, score
 from minigpt.sampling.settings import SamplingSettings
 
 KINDS = (FastDecoder, GraphDecoder)  # on a CPU, GraphDecoder runs the steps that it would record
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @architectures
@@ -160,6 +164,15 @@ def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(
         with torch.autocast("cpu", torch.bfloat16):
             assert_as_exact(decode(model, text.tolist(), [3] * B), model(text)[:, 2:], logits)
         sliced.clear()
+
+
+@kinds
+def test_under_autocast_samples_are_as_exact_as_gpt_forward(kind: type[FastDecoder]):
+    model = make(position="rope", qk_norm=True)
+    text = torch.randint(23, (3, 12))
+    logits = model(text)[:, 2:]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_as_exact(decode(model, text.tolist(), [3] * 3, kind), model(text)[:, 2:], logits)
 
 
 @pytest.fixture(autouse=True)
@@ -349,6 +362,16 @@ def test_a_hook_that_changes_nothing_changes_no_text_beyond_the_block(settings: 
     for one, other in zip(before, generate(model, prompts, **options), strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == pytest.approx(other.logprobs, rel=1e-3, abs=1e-3)
+
+
+def test_the_server_generates_from_a_changed_model():
+    model = CHANGES["LoRA"](rope())
+    prompts = [*PROMPTS, PROMPTS[0]]
+    requests = [SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate(prompts)]
+    found = serve_engine(model, lambda engine: collect(engine.generate(*requests)), max_running=2)
+    for i, request in enumerate(requests):
+        own = [token.id for token in found if token.sample == i]
+        assert own == expected(model, [request.prompt], request.max_new_tokens, seed=i)[0]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(GPT, "logits"), (nn.Linear, "forward")])

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from architectures import ARCHITECTURES, make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import overlap
 from refusals import refused
 from tolerance import assert_near, rounding, terms_of
 from torch import Tensor
@@ -180,13 +181,34 @@ def test_a_model_stays_in_its_mode_and_can_be_trained(training: bool):
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_neither_samples_nor_scores_have_dropout(is_changed: bool):
+def test_no_step_has_dropout_whatever_other_calls_end_or_the_user_does_meanwhile(is_changed: bool):
     model = make(dropout=0.5)
     if is_changed:
         model.blocks[0].register_forward_hook(lambda module, args, x: x)
-    expected = (texts(model, [3], max_new_tokens=9), score(model, [1, 2], [3]).nats)
+    calls = [partial(stream, model, [id], max_new_tokens=n) for id, n in ((3, 3), (5, 20))]
+    expected = [[step.tokens[0] for step in calls[0]()], [step.tokens[0] for step in calls[1]()]]
     model.train()
-    assert (texts(model, [3], max_new_tokens=9), score(model, [1, 2], [3]).nats) == expected
+    streams = [call() for call in calls]
+    found: list[list[int]] = [[], []]
+    for i in (0, 1, 0, 1, 0):  # the first one ends
+        found[i] += next(streams[i]).tokens
+    score(model, [1, 2], [3])
+    model.eval()
+    found[1] += next(streams[1]).tokens
+    model.train()
+    for step in streams[1]:
+        found[1] += step.tokens
+    assert found == expected
+
+
+def test_scores_in_several_threads_have_no_dropout():
+    model = make(dropout=0.5)
+    calls = [partial(score, model, text, [3]) for text in ([1, 2, 7], [4, 5])]
+    expected = [call() for call in calls]
+    model.train()
+    for found, own in zip(overlap(model, *calls), expected, strict=True):
+        assert torch.equal(found.logprobs, own.logprobs)
+    assert all(module.training for module in model.modules())
 
 
 HOLES = [0, 3, 4, 9, 22, 38]
@@ -452,6 +474,19 @@ def test_a_draw_inverts_the_cumulative_distribution():
     uniform = torch.tensor([0.0, 0.12, 0.13, 0.5, 0.62, 0.63, 0.87, 0.88, 0.999])
     drawn = draw(logits.expand(9, -1), SamplingSettings(), uniform)
     assert drawn.tolist() == [0, 0, 1, 1, 1, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("values", [{}, {"top_p": 0.5}, {"temperature": 0.01}], ids=str)
+def test_a_token_without_probability_is_never_drawn(values: dict[str, Any]):
+    sampling = SamplingSettings(**values)
+    for spread, V in product((0.1, 30.0, 300.0), (2, 10, 300)):
+        logits = spread * torch.randn(1, V)
+        logits[torch.rand(1, V) < 0.5] = float("-inf")
+        logits[0, int(torch.randint(V, (1,)))] = 0.0
+        possible = filter_logits(logits, sampling).softmax(-1)[0] > 0
+        # The last are the largest below 1 of 32 and of 64 bits.
+        uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-53], dtype=torch.float64)
+        assert possible[draw(logits.expand(4, V), sampling, uniforms)].all()
 
 
 def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():

@@ -3,11 +3,13 @@
 import codecs
 import math
 import os
+import random
 import re
 from functools import partial
 from pathlib import Path
 from select import select
 
+import numpy as np
 import pytest
 import torch
 from corpora import corpus_of, on_disk, rows
@@ -17,9 +19,11 @@ from servers import make_instruct_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.data import readers
 from minigpt.data.readers import read_texts
 from minigpt.data.tokenizer import (
     SEPARATOR,
+    BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
     encode_prompt,
@@ -208,19 +212,18 @@ def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sampl
     assert f"{SEPARATOR} in the prompt is encoded as ordinary text" in plain.stderr
 
 
-def test_a_long_document_is_tokenized_in_the_parts_of_training_if_the_tokenizer_splits_it(tmp_path):
+def test_a_document_is_encoded_whole_by_a_tokenizer_that_does_not_split_at_cuts(tmp_path):
     class Prefixed(ByteTokenizer):
+        splits_at_cuts = False
+
         def encode(self, text):
             return super().encode(f"\0{text}")
 
     file = tmp_path / "long.txt"
     file.write_text("to be " * 400_000, encoding="utf-8")
-    n_parts = len([*read_texts(str(file), "file")])
-    assert n_parts > 1
-    for splits, count in ((False, 1), (True, n_parts)):
-        Prefixed.splits_at_cuts = splits
-        ids = read_prompt(Prefixed(), None, str(file), {})[1]
-        assert (len(ids), ids.count(0)) == (6 * 400_000 + count, count)
+    assert len([*read_texts(str(file), "file")]) > 1
+    ids = read_prompt(Prefixed(), None, str(file), {})[1]
+    assert (len(ids), ids.count(0)) == (6 * 400_000 + 1, 1)
 
 
 def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
@@ -228,6 +231,22 @@ def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
         assert find_device("auto") == wanted
+
+
+def test_a_long_prompt_without_a_place_to_cut_is_tokenized_in_the_parts_of_training(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 1000)
+    text = "".join(random.Random(0).choices("etaoinshrdlu", k=20_000))
+    tokenizer = BPETokenizer.train([text], 400)
+    file = tmp_path / "long.txt"
+    file.write_text(text, encoding="utf-8")
+    settings = {"field": "text", "separator": "<|endoftext|>"}
+    chunks = read_texts(str(file), "--prompt-file", **settings)
+    expected = np.concatenate([tokenizer.encode(chunk.text) for chunk in chunks]).tolist()
+    assert expected != tokenizer.encode(text).tolist()  # a merge spans two parts
+    assert read_prompt(tokenizer, None, str(file), settings) == (text, expected)
 
 
 TEXT = "a fox, a café.\n"
@@ -303,6 +322,44 @@ def greedy(model, ids):
 
 
 FLAGS = ["--temperature", 0, "--max-new-tokens", 12]
+
+
+@pytest.fixture(scope="module")
+def started(once):
+    """A folder whose tokenizer adds a start token, and whose texts end at two of its tokens."""
+    options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    return once("started", lambda path: make_instruct_folder(path, **options))
+
+
+def test_a_model_of_hugging_face_continues_and_scores_the_ids_of_its_tokenizer(
+    started, sample, tmp_path
+):
+    model, tokenizer = load(started)
+    for text in ("", "Hello the number", "a<|im_end|>\nb<|endoftext|>c"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        (expected,) = greedy(model, ids).tolist()
+        (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+        for flags in (("--prompt", text), ("--prompt-file", "text.txt")):
+            (one,) = samples(sample(started, *flags, "--json", *FLAGS))
+            assert (one["prompt"], one["tokens"]) == (text, expected)
+        if text:
+            (found,) = samples(sample(started, "--score", "text.txt", "--json"))
+            loss = model(ids, labels=ids).loss.item()
+            assert found["token_ids"] == ids[0, 1:].tolist()
+            assert found["nats_per_token"] == pytest.approx(loss, abs=1e-5)
+            assert found["bytes"] == len(text)
+    lines = sample(started, "--max-new-tokens", 1).stderr.splitlines()
+    assert lines[-2] == "no prompt: starting from '<|endoftext|>'"
+
+
+def test_each_end_token_of_a_folder_ends_a_sample(started, sample):
+    flags = ["--json", "--max-new-tokens", 150, "--num-samples", 30, "--temperature", 3]
+    lasts = set()
+    for one in samples(sample(started, "--prompt", "Hello", *flags)):
+        assert not {1, 2, 4} & {*one["tokens"][:-1]}
+        assert one["reason"] == ("stop" if one["tokens"][-1] in (1, 2, 4) else "length")
+        lasts.add(one["tokens"][-1])
+    assert lasts >= {1, 2, 4}
 
 
 def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_path):
