@@ -64,6 +64,7 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
     assert written == expected
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_the_results_of_a_whole_run(
     train: Callable[..., Any],
     tmp_path: Path,
