@@ -440,7 +440,7 @@ def test_a_model_in_the_cache_of_the_hub_is_found_offline(gpt2_folder, tmp_path,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for source in ("someone/tiny", "someone/tiny@main", f"someone/tiny@{commit}"):
         found = find_pretrained(source)
-        assert (found.source, found.revision, found.name) == (source, commit, source)
+        assert (found.source, found.revision, model_name(found)) == (source, commit, source)
         expected = load_file(gpt2_folder / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(found.load().wte.weight, expected)
     refused(

@@ -23,7 +23,7 @@ from small_runs import composed
 from minigpt.data import batches as module
 from minigpt.data import token_files
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
-from minigpt.data.token_files import Corpus, Split, Tokens
+from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.extras.corpora import token_bins
 from minigpt.extras.corpora.token_parts import TokenParts
