@@ -35,6 +35,7 @@ from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer, encode_prompt
 from minigpt.extras.corpora.run_corpus import find_corpus
+from minigpt.extras.playground.export_html import model_name
 from minigpt.runs.run_dir import PLAN, SUMMARY, read_summary
 from minigpt.utils.errors import UserError
 
