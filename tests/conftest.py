@@ -266,7 +266,7 @@ def small(text: Path, tmp_path: Path) -> list[str]:
 def finished(trained: Callable[..., Path]) -> SimpleNamespace:
     """A small run with samples, which is read only: folder, summary, output, validation tokens."""
     with patch("minigpt.runs.fit.plot_curves", plot_curves):
-        folder = trained("callbacks.samples.max_new_tokens=20", "log_every=5")  # with curves
+        folder = trained("log_every=5", "callbacks.samples.max_new_tokens=20")  # with curves
     (tokens,) = folder.glob("../data/tokens/*/meta.json")
     val = torch.from_numpy(load(tokens.parent).tokens("val")[:].astype("int64"))
     output = {

@@ -44,17 +44,21 @@ def expected_figures(texts: list[str], documents: list[str]) -> dict[str, object
     new = {}
     for n in NGRAMS:
         ngrams = [text[i : i + n] for text in texts for i in range(len(text) - n + 1)]
-        lacking = [not any(map(contains, documents, repeat(ngram))) for ngram in ngrams]
+        lacking = [is_new(ngram, documents) for ngram in ngrams]
         new[str(n)] = pytest.approx(sum(lacking) / len(ngrams)) if ngrams else None
     found = [match for text in texts for match in matches(text, documents)]
     return {"new": new, "longest": max((j - i for i, j in found), default=0)}
+
+
+def is_new(text: str, documents: list[str]) -> bool:
+    return all(text not in document for document in documents)
 
 
 def matches(text: str, documents: list[str]) -> list[tuple[int, int]]:
     found = []
     for i in range(len(text)):
         for j in range(i + 1, len(text) + 1):
-            if all(text[i:j] not in document for document in documents):
+            if is_new(text[i:j], documents):
                 break
             found.append((i, j))
     return found
