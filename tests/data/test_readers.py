@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from corpora import documents, random_texts, rows
+from corpora import documents, prepare, random_texts, rows, texts_on_disk
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -283,6 +283,16 @@ def test_documents_are_those_of_a_split_wherever_blocks_and_chunks_end(
         chunks = list(text_chunks(blocks, separator))
     assert all(chunk.text for chunk in chunks)
     assert documents(chunks) == split_documents(text, separator.replace(r"\n", "\n"))
+
+
+@pytest.mark.parametrize("text", ["\nb", "b\n", "b\nb"])
+def test_a_megabyte_of_line_breaks_is_no_border_of_documents(tmp_path, text):
+    parts = ["One day.", text.replace("\n", "\n" * (5 << 18)), "The end."]
+    (tmp_path / "val.txt").write_text("Another one.")
+    own = {"separator": "<|>", "val_path": f"{tmp_path}/val.txt"}
+    corpus = prepare("<|>".join(parts), tmp_path, "byte", **own)
+    assert texts_on_disk(corpus)[0] == "\n".join(part.strip("\n") for part in parts)
+    assert corpus.train.documents == 3
 
 
 def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):

@@ -1,7 +1,9 @@
 """Settings and the command line: values are checked, paths and texts are taken literally."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from refusals import refused
 from small_runs import CONFIGS, composed, one_line, rows, table
 
 from minigpt import train
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
 from minigpt.extras.playground.history import read_samples
 from minigpt.model.config import GPTConfig
 from minigpt.runs.overrides import complete_overrides
@@ -136,6 +140,80 @@ def test_a_reference_in_a_text_is_text():
         # Of a run are resolved already
         settings = {"one": {"_target_": "builtins.dict", "text": [text, rf"\{text}"]}}
         assert instantiate_group("callbacks", settings) == [{"text": [text, rf"\{text}"]}]
+
+
+ASKING = "defaults: [default, _self_]\nsamples: {prompt: 'cost: ${seed}', max_new_tokens: 1}\n"
+
+
+@pytest.mark.slow
+def test_runs_and_sweeps_take_a_reference_in_a_prompt_and_a_separator_literally(
+    call, text, tmp_path
+):
+    content = text.read_text(encoding="utf-8").replace("\n", "${seed}")
+    (tmp_path / "texts.txt").write_text(content, encoding="utf-8")
+    (tmp_path / "mine/callbacks").mkdir(parents=True)
+    (tmp_path / "mine/callbacks/asking.yaml").write_text(ASKING, encoding="utf-8")
+    # Command lines: a run in two jobs, one with a file of the user, and a sweep
+    same = ["max_steps=2", "eval_every=1", "tokenizer=byte"]
+    same += ["data.path=texts.txt", "data.separator=${seed}"]
+    asked = [*same, "callbacks.samples.max_new_tokens=1", "callbacks.samples.prompt=cost: ${seed}"]
+    of_file = ["--config-dir", "mine", "callbacks=asking", "callbacks.samples.top_k=3"]
+    of_sweep = ["-m", "model.n_head=1,2", "hydra.sweep.dir=sweep", "hydra/launcher=basic"]
+    lines = {
+        "": [*asked, "pause_at=1", "hydra.run.dir=run"],
+        "run": [*asked, "resume=auto", "hydra.run.dir=run"],
+        "file": [*same, *of_file, "hydra.run.dir=file"],
+        "sweep/n_head=2": [*asked, *of_sweep],
+    }
+    for name, line in lines.items():
+        ended = call("train.py", *line)
+        assert ended.returncode == 0, ended.stderr
+        if not name:  # it paused
+            continue
+        # The samples and the checkpoint of the run
+        folder = tmp_path / name
+        samples = (folder / "samples.txt").read_text(encoding="utf-8")
+        assert samples.count("\ncost: ${seed}") == 2
+        config = read(folder / LAST)["minigpt"]["config"]
+        assert config["data"]["separator"] == "${seed}"
+        assert config["callbacks"]["samples"]["prompt"] == "cost: ${seed}"
+    # The plan of the sweep, and the documents
+    recorded = json.loads((tmp_path / "sweep/sweep.json").read_text(encoding="utf-8"))
+    assert recorded["settings"]["data.separator"] == r"\${seed}"  # as OmegaConf reads it
+    (meta,) = tmp_path.glob("data/tokens/*/meta.json")
+    assert json.loads(meta.read_text(encoding="utf-8"))["train"]["documents"] > 300
+
+
+@pytest.mark.slow
+def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
+    # On the command line and in Python; what is printed can be pasted
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = "a, b & #1; !='x'.txt"
+    short = ["max_steps=2", "eval_every=2", "callbacks.samples=null", "callbacks.originality=null"]
+    short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
+    (tmp_path / "2024").mkdir()
+    for copy in (name, "2024/a.txt", "my text (1).txt"):
+        shutil.copy(text, tmp_path / copy)
+    # A run, and samples with the command that it prints
+    line = [*short, f"data.path=~/{name}"]
+    done = call("train.py", *line, f"hydra.run.dir=~/runs of {name}", small=False)
+    folder = tmp_path / f"runs of {name}"
+    assert OmegaConf.load(folder / ".hydra/config.yaml").data.path == f"{tmp_path}/{name}"
+    again = shlex.split(re.search("sample again(.*)", done.stdout)[1])
+    assert call("sample.py", *again[2:], "--max-new-tokens", "2").returncode == 0
+    # It resumes
+    longer = [*line, f"hydra.run.dir={folder}", "max_steps=4", "resume=auto"]
+    assert call("train.py", *longer, small=False).returncode == 0
+    assert [row["step"] for row in table(folder / "metrics.csv") if row["val_loss"]] == ["2", "4"]
+    # In Python
+    odd = ["data.path=2024", "data.folder=it's", f"resume={folder}", "hydra.run.dir=1e5"]
+    summary = train([*short, *odd, "max_steps=6"])
+    assert (summary["corpus"], summary["steps"]) == ("2024", 6)
+    # A sweep
+    swept = [*short, "data.path=2024,my text (1).txt", "hydra.sweep.dir=~/x (1)"]
+    assert call("train.py", "-m", *swept, small=False).returncode == 0
+    paths = {row["data.path"] for row in table(tmp_path / "x (1)/runs.csv")}
+    assert paths == {"'2024'", "'my text (1).txt'"}
 
 
 def test_none_of_python_is_null_but_in_a_prompt():

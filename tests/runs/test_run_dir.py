@@ -99,6 +99,18 @@ def test_a_run_does_not_begin_in_a_folder_with_files_that_it_would_change(
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
+def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
+    folder = finished_run(tmp_path, "first")
+    (folder / file).write_text("precious")
+    with (
+        pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"),
+        run_dir.lock_run_dir(folder),
+    ):
+        (folder / file).write_text("overwritten")
+    assert (folder / file).read_text(encoding="utf-8") == "precious"
+
+
 def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_path):
     for name in ("first", "second", "third"):
         folder = finished_run(tmp_path / "runs", name)

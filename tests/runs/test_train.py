@@ -6,6 +6,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +103,21 @@ def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train, fini
     same = column(train(size, "max_steps=5").folder, "train_loss")
     other = column(train("seed=8", "max_steps=5", folder=tmp_path / "8").folder, "train_loss")
     assert same == column(finished.folder, "train_loss")[:1] != other
+
+
+class Remove(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, *args):
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def test_a_run_holds_its_token_files_open(train, trained, tmp_path):
+    target = "+callbacks.remove._target_=test_train.Remove"
+    run = train(target, f"+callbacks.remove.folder={tmp_path}/data/tokens")
+    assert not (tmp_path / "data/tokens").exists()
+    assert rows(run.folder) == rows(trained())
 
 
 def test_samples_are_drawn_with_their_settings(trained, finished):

@@ -298,6 +298,19 @@ def test_a_job_knows_the_choices_of_its_point(call, in_process):
         assert f"schedule={schedule}" in hydra.job.override_dirname.split(",")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "basic"])
+@pytest.mark.usefixtures("own_files")
+def test_every_launcher_composes_a_job_of_the_files_of_the_user(launch, tmp_path, launcher):
+    if launcher == "basic":  # which has no n_jobs
+        file = tmp_path / "mine/experiment/fast_cpu.yaml"
+        content = file.read_text(encoding="utf-8").replace("  launcher: {n_jobs: 1}\n", "")
+        file.write_text(content, encoding="utf-8")
+    swept = launch("train.py", *OWN_LINE, f"hydra/launcher={launcher}", cwd=tmp_path)
+    assert swept.returncode == 0, swept.stderr
+    check_jobs_of_own_files(tmp_path / "sweep")
+
+
 @pytest.mark.usefixtures("own_files")
 def test_what_an_experiment_sets_of_hydra_is_refused_where_it_would_act_at_some_points_alone(
     call, tmp_path
@@ -490,6 +503,31 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
     assert (folder / good[1] / "log.txt").read_text(encoding="utf-8").count("step 20/20") == 1
     assert rows(folder / good[1]) == rows(train("optimizer.lr=1e-3", "seed=2").folder)
+
+
+@pytest.mark.slow
+def test_a_second_sweep_is_refused_and_a_run_that_is_trained_by_hand_meanwhile_is_kept(
+    start, launch, tmp_path, train
+):
+    folder = tmp_path / "sweep"
+    line = ["seed=1,2,3", "hydra.launcher.n_jobs=1"]
+    sweep = start(*line, held="seed=1")
+    # A second sweep in the same folder, and a report of what it holds
+    of_folder = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=sweep"]
+    refused = "error: another sweep uses sweep; wait for it, or choose another folder"
+    for more in ([], ["resume=auto"]):
+        second = launch("train.py", *line, *more, *of_folder, cwd=tmp_path)
+        assert one_line(second).startswith(refused)
+    reported = launch("sweep_report.py", "sweep", cwd=tmp_path)
+    assert (reported.returncode, reported.stderr) == (0, "")
+    # A run by hand before the sweep comes to it
+    by_hand = train("seed=2", folder=folder / "seed=2").summary
+    os.kill(int((tmp_path / "held").read_text(encoding="utf-8")), signal.SIGTERM)
+    assert ended(sweep) == 1, sweep.stderr
+    expected = ["interrupted", COMPLETED, COMPLETED]
+    assert [point.status for point in read_sweep(folder)] == expected
+    assert read_summary(folder / "seed=2").items() <= by_hand.items()
+    assert [row["status"] for row in table(folder / "runs.csv")] == expected
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def composers(tmp_path_factory):
             del config["hydra"]
         return config
 
-    return expected, lambda line: composer.compose_line(line)[0]
+    return expected, lambda line: composer.compose_line(line)[0], master
 
 
 def described(node):
@@ -309,16 +309,26 @@ def outcome(function, line):
 
 @pytest.mark.parametrize("line", [*VALID, *INVALID])
 def test_a_configuration_is_what_hydra_composes(composers, line):
-    expected, composer = composers
+    expected, composer, _ = composers
     given = line.split()
     composed = outcome(expected, given)
     assert (len(composed) == 2 and isinstance(composed[0], list)) == (line in VALID)
     assert outcome(composer, given) == composed
 
 
+def test_a_time_that_is_resolved_between_two_points_is_that_of_the_later_ones(composers):
+    _, composer, master = composers
+    line = ["data.field=${now:%Y}"]
+    before = composer(line)
+    assert before.data.field.isdecimal()
+    resolved = OmegaConf.get_cache(before)["now"]
+    OmegaConf.set_cache(master, {"now": dict.fromkeys(resolved, "1999")})
+    assert composer(line).data.field == "1999"
+
+
 @pytest.mark.slow
 def test_the_configuration_of_any_command_line_is_what_hydra_composes(composers):
-    expected, composer = composers
+    expected, composer, _ = composers
     rng = random.Random(0)
     overrides = [override for line in VALID for override in line.split()]
     for _ in range(100):

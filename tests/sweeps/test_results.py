@@ -240,6 +240,29 @@ def test_a_run_diverged_by_its_losses_of_both_kinds(tmp_path):
     assert [point.diverged for point in read_sweep(tmp_path)] == [False, True]
 
 
+def test_rows_of_noisy_runs_are_compared_and_those_of_diverged_ones_are_not(tmp_path):
+    rng = np.random.default_rng(1)
+    levels = {"1e-3": 2.0, "2e-3": 2.6, "9e-3": 4.0}
+    for i, (rate, seed) in enumerate(itertools.product(levels, (1, 2, 3))):
+        # The training losses begin at 2.5 and are noisy
+        level = np.full(200, levels[rate])
+        level[:20] = 2.5
+        trained = noisy_losses(rng, 200, level)
+        trained[-1] = 1.3 * trained.min()
+        # The folder
+        validated = levels[rate] + seed / 100
+        overrides = (f"optimizer.lr={rate}", f"seed={seed}")
+        folder = run_folder(tmp_path / f"{i}", *overrides, losses=(validated,))
+        lines = [f"{step},{loss}," for step, loss in enumerate(trained, 1)]
+        lines = ["step,train_loss,val_loss", *lines, f"200,,{validated}\n"]
+        (folder / "metrics.csv").write_text("\n".join(lines), encoding="utf-8")
+    points = read_sweep(tmp_path)
+    assert [point.diverged for point in points] == [False] * 6 + [True] * 3
+    text = " ".join(answer(ranked(points)))
+    assert "1e-3 is better than 2e-3 by 0.6000" in text
+    assert "1 row diverged: not compared." in text
+
+
 def seeds_of(row):
     return [point.seed for point in row.points]
 
@@ -268,6 +291,25 @@ def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_th
         ({"optimizer.lr": "0.003"}, ["3"], [5.0]),
     ]
     assert numbers(ranked(points).rows, "optimizer.lr") == [0.003, 0.01]
+
+
+def test_equal_overrides_with_different_configurations_are_different_rows(tmp_path):
+    for name, steps, path in (("0", 20, None), ("1", 40, None), ("2", 20, "runs/a")):
+        heads = "2.0" if steps == 40 else "2"  # one number in two notations
+        folder = run_folder(tmp_path / name, f"model.n_head={heads}")
+        settings = {
+            "model": {"n_head": 2},
+            "max_steps": steps,
+            "resume": path,
+            "pause_at": int(name),
+            "seed": 1,
+        }
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings), encoding="utf-8")
+    found = [overrides for overrides, _, _ in shown(read_sweep(tmp_path))]
+    for overrides in found:
+        overrides.pop("model.n_head", None)
+    expected = [{"max_steps": "20"}, {"max_steps": "40"}, {"max_steps": "20", "resume": "runs/a"}]
+    assert found == expected
 
 
 VARIANTS = {

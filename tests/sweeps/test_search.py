@@ -20,6 +20,7 @@ from minigpt.extras.search.search import short_text
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import print_table
 from minigpt.sweeps.results import (
+    BITS,
     COMPLETED,
     read_sweep,
 )
@@ -105,6 +106,31 @@ def test_the_file_of_a_search_searches(plan):
     assert set(sweeper.points[0].overrides) == {"optimizer.lr", "model.n_layer", "model.n_embd"}
 
 
+@pytest.mark.slow
+def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan):
+    # By nats per token bytes would be best; characters are twice as long
+    def valley(settings, _):
+        of_rate = abs(math.log10(float(settings["optimizer.lr"])) + 2)
+        of_depth = abs(int(settings["model.n_layer"]) - 5) / 4
+        scale = {"byte": 1.0, "char": 1.5}[settings["tokenizer"]]
+        return (3 + of_rate + of_depth) * scale
+
+    line = [
+        "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+        "model.n_layer=range(1,9,2)",
+        "tokenizer=byte,char",
+    ]
+    line += ["hydra/sweeper=optuna", "hydra.sweeper.batch=3"]
+    sweeper = plan(*line, "hydra.sweeper.n_trials=30", engine=Engine(valley))
+    assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
+    values = [point.overrides for point in sweeper.points]
+    assert all(1e-4 <= float(value["optimizer.lr"]) <= 1e-1 for value in values)
+    assert {value["model.n_layer"] for value in values} == {"1", "3", "5", "7"}
+    assert [value["tokenizer"] for value in values][-10:].count("char") >= 8
+    losses = [point.loss(BITS) for point in read_sweep(sweeper.folder)]
+    assert mean(losses[-10:]) < mean(losses[:10]) - 0.3
+
+
 def test_an_interval_of_integers_draws_them(plan):
     line = [
         "model.n_layer=interval(1,3)",
@@ -161,6 +187,27 @@ def test_numbers_of_a_search_have_the_digits_of_their_interval_and_never_leave_i
     assert len({*texts}) >= 0.8 * len({*drawn})
     digits = [len(text.partition("e")[0].lstrip("-0.").replace(".", "")) for text in texts]
     assert max(digits[2:]) <= most_digits
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"),
+    [
+        (3e-4, 3e-3, True),
+        (1e-4, 1e-2, True),
+        (0.1, 0.2, False),
+        (0.0, 0.3, False),
+        (0.8, 0.99, False),
+        (10.0, 300.0, False),
+    ],
+)
+def test_numbers_of_most_searches_have_four_digits_as_those_of_older_versions(low, high, log):
+    rng = np.random.default_rng(0)
+    ends = np.log((low, high)) if log else (low, high)
+    drawn = rng.uniform(*ends, 1000)
+    if log:
+        drawn = np.exp(drawn)
+    texts = [short_text(value, low, high, log=log) for value in drawn.tolist()]
+    assert texts == [f"{value:.4g}" for value in drawn]
 
 
 def test_a_search_over_a_narrow_interval_has_all_its_trials(plan):

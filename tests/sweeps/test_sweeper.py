@@ -170,6 +170,22 @@ def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(p
     assert latest.resolve() == tmp_path / "first"
 
 
+def test_a_sweep_with_names_that_no_file_system_takes_resumes(plan, tmp_path):
+    # Older versions planned them, and failed at the first launch
+    line = ["data.field=text,other", "seed=1,2"]
+    plan(*line)
+    file = tmp_path / "sweep/sweep.json"
+    content = file.read_text(encoding="utf-8")
+    for i, name in enumerate(("field=other,seed=1", "field=other,seed=2")):
+        assert name in content
+        content = content.replace(name, f"{'訓' * 119}{i}")
+    file.write_text(content, encoding="utf-8")
+    resumed = plan(*line, "resume=auto")
+    assert [ran["seed"] for ran in resumed.engine.ran] == [1, 2]
+    assert [point.status for point in read_sweep(tmp_path / "sweep")] == [COMPLETED] * 4
+    assert plan(*line, "resume=auto").engine.launches == []
+
+
 def test_a_sweep_reports_what_its_folder_holds_and_nothing_of_an_earlier_attempt(plan, monkeypatch):
     reported = []
     monkeypatch.setattr(

@@ -238,6 +238,16 @@ def test_processes_with_one_id_write_a_file_at_once_and_it_is_that_of_one_of_the
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize(
+    "name", ["a" * 255, "訓" * 85, "𠀋" * 63], ids=["1 byte", "3 bytes", "4 bytes"]
+)
+def test_a_file_of_the_longest_name_is_written(tmp_path, name):
+    with atomic_write(tmp_path / name) as partial:
+        partial.write_text("fox")
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.read_text(encoding="utf-8")) == (name, "fox")
+
+
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     file = tmp_path / "a.txt"
     folder = tmp_path / "data"

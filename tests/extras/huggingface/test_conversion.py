@@ -370,6 +370,17 @@ def test_a_model_saved_without_its_head_is_read(tmp_path):
     check_logits(tmp_path, theirs)
 
 
+def test_n_ctx_of_gpt_2_has_no_effect_as_in_transformers(tmp_path):
+    theirs = their_model("GPT2")
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"n_ctx": 24}), encoding="utf-8")
+    assert transformers.AutoConfig.from_pretrained(tmp_path).n_positions == 72
+    assert load_folder(tmp_path).config.block_size == 72
+    check_logits(tmp_path, theirs)
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_setting_that_a_config_lacks_is_the_default_of_the_class(model_type):
     def sizes(values: dict[str, Any]) -> GPTConfig:

@@ -121,6 +121,20 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
             assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_every_character_is_split_as_by_tiktoken(name):
+    ours, encoding = encoding_of(name)
+    written = theirs(ours)
+    for first in range(0, 0x110000, 0x1000):
+        # Ideographs, syllables, private use
+        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1
+        points = [i for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
+        characters = map(chr, points)
+        text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
+        assert written.encode(text).ids == encoding.encode_ordinary(text)
+
+
 def build(pre_tokenizer, decoder, normalizer=None, alphabet=None, **options):
     tokenizer = tokenizers.Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer = pre_tokenizer

@@ -41,11 +41,16 @@ TRAINED = "the trained model"
 # Stops of the colors of attention weights
 DARK = ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"]
 # Record the requests for weights in `calls`, and count in `drawn` how often the map is drawn.
+# The first of `delays` is how many ms the next request takes; with `failure`, it fails.
 RECORD_WEIGHTS = """
 const attention = backend.attention;
-[globalThis.calls, globalThis.drawn] = [[], 0];
-backend.attention = function(model, ids, layer, head, signal) {
-  calls.push({ids, layer, head});
+[globalThis.calls, globalThis.delays, globalThis.drawn] = [[], [], 0];
+backend.attention = async function(model, ids, layer, head, signal) {
+  const call = {ids, layer, head, aborted: false};
+  calls.push(call);
+  await new Promise(resolve => setTimeout(resolve, delays.shift() ?? 0));
+  call.aborted = signal.aborted;
+  if (globalThis.failure) throw new Error(failure);
   return attention.call(this, model, ids, layer, head, signal);
 };
 const {putImageData} = CanvasRenderingContext2D.prototype;
@@ -98,7 +103,7 @@ def test_heads_are_picked_by_arrow_keys_and_their_weights_are_listed_and_shaded(
         assert checked.accessible_name == name
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
     panel.wait_for_weights()
-    asked = {"ids": CHARACTERS.encode(TEXT).tolist(), "layer": 0, "head": 1}
+    asked = {"ids": CHARACTERS.encode(TEXT).tolist(), "layer": 0, "head": 1, "aborted": False}
     assert panel.run("return calls.at(-1)") == asked
 
     # The tokens with the highest weights are listed and shaded
@@ -160,6 +165,34 @@ def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> 
     assert float(weight) == pytest.approx(weights[7, 2].item(), abs=1.1e-3)
     panel.hover(canvas, round(4 * cell), round(-4 * cell))  # a key after the query
     assert panel.find("figcaption").text == "Each row is a query, each column a key."
+
+
+@pytest.mark.slow
+def test_an_outdated_request_is_ignored_and_a_failed_one_is_repeated_when_the_head_is_picked_again(
+    panel: Reader,
+) -> None:
+    weights = maps()[1, 1]
+    # An outdated request
+    panel.run("delays.push(600, 0)")
+    panel.find(".heads [aria-label='layer 1, head 1']").click()
+    wait_until(lambda: panel.run("return calls.length") == 2)
+    panel.choose_head("layer 2, head 2")
+    panel.hover(panel.tokens()[9])
+    wait_until(lambda: panel.run("return calls[1].aborted"))  # when its time is over
+    assert [row[0] for row in panel.attended()] == highest(weights[9])
+    # A failed one
+    panel.run("globalThis.failure = 'lost'")
+    panel.choose_head("layer 1, head 1")
+    wait_until(lambda: panel.find("#attention .error").text == "lost")
+    panel.hover(panel.tokens()[3])
+    assert panel.attended() == []
+    assert not panel.find("canvas").is_displayed()
+    # The same head again
+    panel.run("failure = ''")
+    panel.choose_head("layer 1, head 1")
+    panel.hover(panel.tokens()[4])
+    assert panel.attended() != []
+    assert panel.find("#attention .error").text == ""
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The page in headless Chromium, with the models on a server and with the model in the file."""
 
 import re
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,26 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
     for name in ("small", "other"):
         losses = [loss_of(MODELS[name], text) for text in texts]
         wait_until(lambda: reader.losses()[name] == losses)  # noqa: B023
+
+
+@pytest.mark.slow
+def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(
+    at_server: Reader,
+) -> None:
+    reader = at_server
+    reader.write(PROMPT)
+    reader.choose("#model", "other")
+    wait_until(lambda: reader.losses() == {"other": [loss_of(MODELS["other"], PROMPT)]})
+    for panel in ("Attention", "Training"):
+        reader.open(panel)
+    names = ("mean", "head 1", "head 2", "head 3", "head 4")
+    heads = [f"layer {layer}, {name}" for layer, name in product((1, 2, 3), names)]
+    assert [button.accessible_name for button in reader.find_all(".heads button")] == heads
+    wait_until(lambda: reader.find_all("#history svg"))
+    assert reader.find("#history pre").text == "To be"
+    reader.choose("#model", "shifted")
+    wait_until(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
+    wait_until(lambda: len(reader.find_all(".heads button")) == 2 * 3)
 
 
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
