@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -250,9 +251,12 @@ def tokenizer_content(name: str) -> str:
 
 
 PAIRS = [("gpt2", "Qwen2"), ("gpt2", "Qwen3"), ("gpt2", "Llama"), ("qwen2", "Qwen2")]
+EXPORTED = ("Qwen2", "Qwen3", "GPT-2", "Llama", "Arcee", "NanoChat", "Starcoder2, the default")
+OTHER_PAIRS = [pair for pair in product(("gpt2", "qwen2"), EXPORTED) if pair not in PAIRS]
+SLOW_PAIRS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER_PAIRS]
 
 
-@pytest.mark.parametrize(("name", "family"), PAIRS)
+@pytest.mark.parametrize(("name", "family"), PAIRS + SLOW_PAIRS)
 def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, name, family):
     tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
     model = random_model(**MODELS[family], vocab_size=tokenizer.vocab_size)

@@ -28,9 +28,11 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 # Every architecture with the fast decoder, and some with that of graphs
 PAIRS = [*product(EVERY, KINDS[:1]), *product(("qwen3", "modern", "long ngram"), KINDS[1:])]
+OTHER_PAIRS = [pair for pair in product(EVERY, KINDS) if pair not in PAIRS]
+SLOW_PAIRS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER_PAIRS]
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
+@pytest.mark.parametrize(("name", "kind"), PAIRS + SLOW_PAIRS)
 def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_leave(
     name: str, kind: type[FastJoiningDecoder]
 ):
@@ -67,10 +69,11 @@ def test_samples_of_any_architecture_join_and_leave(
 
 
 @architectures
+@pytest.mark.parametrize("block_size", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_the_decoder_for_every_model_reads_the_windows_of_the_fast_one(
-    settings: dict[str, Any],
+    settings: dict[str, Any], block_size: int
 ):
-    model = make(**settings, block_size=7)
+    model = make(**settings, block_size=block_size)
     for text, n, logits in join_and_leave(model, VISITS, JoiningDecoder(model)):
         close(model, logits, as_alone(model, text, n))
 

@@ -451,12 +451,17 @@ for path, (_, names) in FIELDS.items():
 ODD_NAMES = ["tiny@" + "1" * 5000, "tiny@%ED%A0%80", "%ED%A0%80", "%00", "tiny@%D9%A1", "@", ""]
 
 
-def test_no_value_is_a_failure_of_the_server(run: Path, once: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    "cases", [EVERY[::83], pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_no_value_is_a_failure_of_the_server(
+    cases: list[Any], run: Path, once: Callable[..., Path]
+) -> None:
     with (
         serving([run, once("instruct", make_instruct_folder)]) as server,
         httpx.Client(base_url=server.url) as http,
     ):
-        for path, name, value, model in EVERY[::83]:
+        for path, name, value, model in cases:
             for flags in ({}, {"stream": "true"}) if path.startswith("/v1") else ({},):
                 fields = {"model": json.dumps(model), **FIELDS[path][0], **flags, name: value}
                 body = ", ".join(f'"{key}": {content}' for key, content in fields.items())

@@ -254,10 +254,12 @@ RECORD_STEPS = """
 """
 
 
+@pytest.mark.parametrize(
+    "reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True
+)
 def test_the_slider_and_play_show_how_each_snapshot_reads_and_continues_the_text(
-    in_file: Reader,
+    reader: Reader,
 ) -> None:
-    reader = in_file
     reader.write(PROMPT)
     assert place(reader) == TRAINED
     assert not reader.find("#time [type=checkbox]").is_displayed()  # nothing to follow

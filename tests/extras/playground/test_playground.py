@@ -15,7 +15,7 @@ from sites import CHARACTERS, LEARNED, MODELS, PROMPT, SHIFTED, continuation, lo
 from small_runs import wait_until
 
 from minigpt.checkpoints.init_from import find_pretrained
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.extras.playground.export_html import export_html
 
 
@@ -123,39 +123,55 @@ def write_at(reader: Reader, text: str, cursor: int) -> None:
 SPACED = [*(bytes([byte]) for byte in range(256)), b" \xc3", b" \xf0"]
 
 
-def test_a_cursor_within_a_character_is_at_its_border(browser: Any, tmp_path: Path) -> None:
-    tokenizer = BPETokenizer("bpe", SPACED, {SEPARATOR: 258})
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("bpe", "file"),
+        pytest.param("bpe", "server", marks=pytest.mark.slow),
+        pytest.param("byte", "file", marks=pytest.mark.slow),
+        pytest.param("byte", "server", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cursor_within_a_character_is_at_its_border(
+    name: str, place: str, browser: Any, tmp_path: Path
+) -> None:
+    tokenizer = ByteTokenizer() if name == "byte" else BPETokenizer("bpe", SPACED, {SEPARATOR: 258})
     run = write_run(tmp_path / "run", random_model(vocab_size=259), tokenizer)
     export_html(find_pretrained(str(run)), tmp_path / "page.html")
-    reader = Reader(browser, (tmp_path / "page.html").as_uri())
-    reader.run(STUB)
-    text = "é 😀a"
-    units = text.encode("utf-16-le")
-    for cursor in range(len(units) // 2 + 1):
-        write_at(reader, text, cursor)
-        # Without half a character
-        before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")
-        assert asked(reader) == tokenizer.encode(before).tolist()
-    # A text that was generated ends within a character, or is stopped before the last one
-    a = ord("a")
-    ends: list[Any] = [([[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [a]), ([[0xC3, ""]], [a])]
-    ends += [([[256, text]], [a, ord(" ")]) for text in (" \ufffd", " ")]
-    for end, expected in ends:
-        write_at(reader, "a", 1)
-        reader.run("next = arguments[0]", end)
-        assert asked(reader) == [a]
-        reader.run("next = []")
-        assert asked(reader) == expected
-    # An alternative takes the place of the whole character
-    write_at(reader, "a é", 3)
-    reader.hover(reader.tokens()[2])
-    reader.click(reader.tokens()[2])
-    button = reader.find(".alternatives button:not(:disabled)")
-    assert len(button.find_element("css selector", "code").text) == 1
-    reader.run("asked = null; arguments[0].click()", button)
-    wait_until(lambda: reader.run("return asked !== null"))
-    assert reader.run("return asked")[:2] == tokenizer.encode("a ").tolist()
-    assert browser.get_log("browser") == []
+    with serving([run]) as server:
+        file = (tmp_path / "page.html").as_uri()
+        reader = Reader(browser, file if place == "file" else f"{server.url}/")
+        reader.run(STUB)
+        # The cursor at every code unit of a text
+        text = "é 😀a"
+        units = text.encode("utf-16-le")
+        for cursor in range(len(units) // 2 + 1):
+            write_at(reader, text, cursor)
+            # Without half a character
+            before = units[: 2 * cursor].decode("utf-16-le", errors="ignore")
+            assert asked(reader) == tokenizer.encode(before).tolist()
+        # A text that was generated ends within a character, or is stopped before the last one
+        a = ord("a")
+        ends: list[Any] = [([[0xF0, ""], [0x9F, ""], [0x98, "\ufffd"]], [a]), ([[0xC3, ""]], [a])]
+        if name == "bpe":
+            ends += [([[256, text]], [a, ord(" ")]) for text in (" \ufffd", " ")]
+        for end, expected in ends:
+            write_at(reader, "a", 1)
+            reader.run("next = arguments[0]", end)
+            assert asked(reader) == [a]
+            reader.run("next = []")
+            assert asked(reader) == expected
+        # An alternative takes the place of the whole character
+        if name == "bpe":
+            write_at(reader, "a é", 3)
+            reader.hover(reader.tokens()[2])
+            reader.click(reader.tokens()[2])
+            button = reader.find(".alternatives button:not(:disabled)")
+            assert len(button.find_element("css selector", "code").text) == 1
+            reader.run("asked = null; arguments[0].click()", button)
+            wait_until(lambda: reader.run("return asked !== null"))
+            assert reader.run("return asked")[:2] == tokenizer.encode("a ").tolist()
+        assert browser.get_log("browser") == []
 
 
 ALWAYS_READY = """
