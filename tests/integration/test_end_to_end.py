@@ -189,6 +189,26 @@ def test_help_of_every_script_is_shown_in_ascii(tmp_path):
     assert any(r"\u2026" in script.stdout for script in scripts)  # … of the help
 
 
+@pytest.mark.slow
+def test_a_sweep_into_a_terminal_of_ascii_writes_its_files_in_utf_8(launch, tmp_path):
+    (tmp_path / "лето.txt").write_text(TEXT, encoding="utf-8")
+    swept = ["hydra.mode=MULTIRUN", "hydra/launcher=basic", "seed=1,2", "hydra.sweep.dir=été"]
+    env = {"PYTHONIOENCODING": "ascii"}
+    ended = launch("train.py", "data.path=лето.txt", "max_steps=2", *swept, cwd=tmp_path, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert r"answer   \xe9t\xe9/sweep.md" in ended.stdout
+    assert all(byte < 128 for file in tmp_path.glob("process-*") for byte in file.read_bytes())
+    folder = tmp_path / "été"
+    assert (folder / "sweep.png").stat().st_size > 0
+    assert (folder / "sweep.md").read_text(encoding="utf-8").startswith("# été\n")
+    runs = [run["folder"] for run in table(folder / "runs.csv")]
+    assert runs == [f"{folder}/seed={seed}" for seed in (1, 2)]
+    for seed in (1, 2):
+        log = (folder / f"seed={seed}" / "log.txt").read_text(encoding="utf-8")
+        assert f"run folder  été/seed={seed}\n" in log
+        assert "лето.txt" in log
+
+
 def test_a_program_that_trains_completes_where_stdout_lacks_characters_of_the_sample(
     tmp_path, monkeypatch
 ):
