@@ -57,6 +57,8 @@ def complete_overrides(
     """
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
     complete = [_checked(literal(override, sweeps)) for override in overrides]
+    if "model" in groups:  # no file of configs/ has the earlier name of a setting of a run
+        complete = [f"++{each}" if each.partition("=")[0] in RENAMED else each for each in complete]
     parts = [override.partition("=") for override in complete]
     given = {key: value for key, _, value in parts if value[:1] != "{"}
     not_null = {key: each for key, each in given.items() if each.lower() not in ("null", "")}
@@ -118,8 +120,6 @@ def _checked(override: str) -> str:
             group needs a choice.
     """
     key, equals, value = override.partition("=")
-    if key in RENAMED:  # which no file of configs/ has
-        return f"++{override}"
     flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
     if flag and (equals or "_" in key):
         raise UserError(

@@ -19,6 +19,7 @@ from minigpt.utils import checks
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.moved import RENAMED, current
 from minigpt.utils.scripts import ROOT, shell_quote
+from minigpt.utils.terminal import warn
 
 Node = dict[str, Any]  # a config group
 
@@ -212,10 +213,6 @@ def normalize(cfg: DictConfig) -> Node:
 
     Returns:
         The settings that have a rule; `...` for those that `cfg` does not have.
-
-    Raises:
-        UserError: a setting that was renamed would have no effect, because the run is without its
-            group.
     """
     # Present keys, names and texts
     for key in RENAMED.keys() & cfg.keys():
@@ -224,8 +221,8 @@ def normalize(cfg: DictConfig) -> Node:
         group = RENAMED[key].rpartition(".")[0]
         if OmegaConf.select(cfg, group) is not None:
             OmegaConf.update(cfg, RENAMED[key], value, force_add=True)
-        elif value is not None and "callbacks" in cfg:  # scripts/prepare.py has none
-            raise UserError(f"{key} is {RENAMED[key]}, but this run is without {group}; remove it")
+        elif value is not None:
+            warn(f"{key} is {RENAMED[key]} now, and has no effect without {group}")
     for key, written in flat(OmegaConf.to_container(cfg)):
         if key in LITERAL_TEXTS and isinstance(written, str):
             OmegaConf.update(cfg, key, escape_references(written))

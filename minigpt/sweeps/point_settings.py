@@ -13,6 +13,7 @@ from minigpt.utils.moved import current
 
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
+_REPORTED = re.compile(r"originality|callbacks\.(originality|expectation)\b")  # also in old sweeps
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
 
@@ -62,21 +63,17 @@ def folder_name(values: Mapping[str, str], taken: Collection[str]) -> str:
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a setting, changes what a run computes.
 
-    So does `resume=` with a path. Callbacks that report results change none; `originality` is a
-    name of earlier versions.
+    So does `resume=` with a path.
     """
-    return not re.fullmatch(
-        r"[+~]*(pause_at|logger|originality|callbacks\.(originality|expectation))([./@=].*)?"
-        r"|resume=(None|null|auto)",
-        override,
-        re.DOTALL,
-    )
+    irrelevant = r"[+~]*(pause_at|logger)([./@=].*)?|resume=(None|null|auto)"
+    return not re.fullmatch(irrelevant, override, re.DOTALL)
 
 
 def relevant_settings(settings: Any) -> dict[str, object]:
     """Return the settings that change what a run computes, by dotted key.
 
-    Of references, only those to values from outside the configuration are resolved.
+    Of references, only those to values from outside the configuration are resolved. Callbacks that
+    report results change none.
 
     Args:
         settings: a configuration of Hydra, or a plain dict.
@@ -85,4 +82,8 @@ def relevant_settings(settings: Any) -> dict[str, object]:
         settings = pickle.loads(pickle.dumps(settings))  # 1 ms; settings.copy() takes 4
         use_outside_values(settings)
         settings = OmegaConf.to_container(settings)
-    return {key: current(value) for key, value in flat(settings) if is_relevant(f"{key}={value}")}
+    return {
+        key: current(value)
+        for key, value in flat(settings)
+        if is_relevant(f"{key}={value}") and not _REPORTED.match(key)
+    }
