@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import pytest
 import torch
@@ -27,13 +28,7 @@ from minigpt.utils.errors import UserError
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "bias": False,
-        "n_kv_head": 1,
-    },
+    "llama": architectures.ARCHITECTURES["llama"] | {"n_kv_head": 1},
     "post-norm": {"norm_position": "post", "qk_norm": True, "head_dim": 6, "dropout": 0.4},
 }
 small_model = partial(make_model, std=0.4, n_layer=3)  # attention is far from uniform
