@@ -6,11 +6,9 @@ Trainer is built in `trainer.py`; what it repeats is the `LanguageModel` of
 """
 
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from minigpt.runs import run_dir
 from minigpt.runs.callbacks.metrics import MetricsCallback
 from minigpt.runs.callbacks.resume_state import ResumeState
 from minigpt.runs.callbacks.samples import only_a_warning, sample_text, wandb_loggers
+from minigpt.runs.code_version import code_in_place, code_label, write_patch
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.lightning_workarounds import (
     end_with_rank_zero,
@@ -43,7 +42,6 @@ from minigpt.training.language_model import LanguageModel
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero, launcher_sizes
-from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import REQUEUE_EXIT_CODE, Interrupted
 from minigpt.utils.terminal import sanitize_line, warn
 
@@ -115,6 +113,9 @@ def fit(
         for name, text in composed.items():
             (folder / ".hydra" / name).write_text(text, encoding="utf-8")
         run_dir.truncate_logs(folder, step)
+        patch = code_in_place()[1]
+        if patch:
+            write_patch(folder, patch)
     # The model and the Trainer
     state = ResumeState({MINIGPT: saved[MINIGPT] | {"provenance": provenance}})
     metrics = MetricsCallback(run, config.block_size, started=started)
@@ -184,23 +185,12 @@ def run_provenance(
     step: int,
     before: Saved,
 ) -> dict[str, object]:
-    """Return where a run comes from: command, host, versions, git commit, and what it starts from.
+    """Return where a run comes from: command, host, versions, code, and what it starts from.
 
     Args:
         checkpoint: that it resumes from, with its `step` and the provenance `before`; without one,
             `before` is empty.
     """
-    commit = None
-    if (ROOT / ".git").exists():
-        with suppress(OSError, subprocess.SubprocessError):  # git may be missing
-            commit = subprocess.run(
-                ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
-                cwd=ROOT,
-                capture_output=True,
-                encoding="utf-8",
-                check=True,
-                timeout=10,
-            ).stdout.strip()
     provenance: dict[str, object] = {
         "command": " ".join(sys.argv),
         "host": platform.node(),
@@ -210,8 +200,7 @@ def run_provenance(
             "torch": version("torch"),
             "lightning": version("lightning"),
         },
-        "commit": commit and commit.removesuffix("-dirty"),
-        "dirty": commit and commit.endswith("-dirty"),
+        **code_in_place()[0],
         "init_from": before.get("init_from") if pretrained else None,
         "resumed_from": before.get("resumed_from"),
     }
@@ -219,6 +208,12 @@ def run_provenance(
         provenance["init_from"] = pretrained.provenance(run.data.folder)
     if checkpoint and run.resume != "auto":
         provenance["resumed_from"] = f"{checkpoint}, step {step}"
+    if checkpoint and run.resume == "auto":
+        # Steps of several versions of the code are those of none
+        checksums = [*str(before.get("code_sha256", "unknown")).split(), provenance["code_sha256"]]
+        provenance["code_sha256"] = " ".join(map(str, dict.fromkeys(checksums)))
+        if len(set(checksums)) > 1 and is_rank_zero():
+            warn(f"the run began with other code ({code_label(before)}); it resumes with this")
     return provenance
 
 

@@ -26,6 +26,7 @@ _PATHS = (
     "data.folder",
     "init_from",
     "resume",
+    "code",
 )
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
 _TEXTS = (

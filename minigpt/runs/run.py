@@ -35,6 +35,7 @@ from minigpt.distributed.process_group import (
 )
 from minigpt.model.config import GPTConfig
 from minigpt.runs import run_dir
+from minigpt.runs.code_version import is_other_code
 from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
 from minigpt.runs.overrides import SETTABLE, complete_overrides, is_planned, quote_override
 from minigpt.runs.run_config import RunConfig, check_hydra, use_outside_values
@@ -162,11 +163,15 @@ def train_in(
     packages = {*re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))} - sys.modules.keys()
     if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
         sys.path.append(os.getcwd())
+    other_code = is_other_code(cfg.get("code"))
     with raise_on_signal(), ExitStack() as stack:
         with shared_errors():
-            if is_rank_zero():
+            if is_rank_zero() and not other_code:
                 stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
+            if other_code:
+                loss: float | None = from_extras("train_with_code")(folder, cfg)
+                return loss
             # Settings, text and architecture, before torch is imported; those of a plan first
             with shared_errors():
                 check_hydra(HydraConfig.get())
@@ -197,9 +202,11 @@ def train_in(
                     started=started,
                 )
         except (Interrupted, KeyboardInterrupt):
-            # A completed run lacks only its final sample
+            # A completed run lacks only its final sample; the process of another code leaves it to
+            # that which started it
             if (
                 (overrides or resume_command)
+                and (other_code or cfg.get("code") is None)
                 and is_rank_zero()
                 and (folder / "checkpoints").is_dir()
                 and not run_dir.completed_summary(folder, cfg.max_steps, cfg.max_steps)

@@ -341,6 +341,7 @@ RUN_RULES: dict[str, checks.Rule] = {
     "eval_batches": checks.or_null(checks.POSITIVE_INT),
     "log_every": checks.POSITIVE_INT,
     "seed": checks.NON_NEGATIVE_INT,
+    "code": checks.or_null(_text("a git revision, or . for the working tree")),
     "init_from": checks.or_null(
         _text("a run folder, a checkpoint, or a folder or id of Hugging Face")
     ),

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.distributed.process_group import RESTARTS, gather_objects
+from minigpt.runs.code_version import PATCH
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
@@ -41,6 +42,7 @@ _WRITTEN = {  # by a run
     CURVES,
     SAMPLES,
     LOG,
+    PATCH,
     "plan.json",  # of the planner
     "attention",
     "wandb",
@@ -132,7 +134,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
             written = {entry.name for entry in real.iterdir()} - before
             # A snapshot of step 0 is no result
             has_result = "checkpoints" in written and any(real.glob("checkpoints/*.safetensors"))
-            if written <= {".hydra", LOCK, "plan.json", LOG, "checkpoints"} and not has_result:
+            if written <= {".hydra", LOCK, "plan.json", LOG, PATCH, "checkpoints"} and not has_result:
                 for path in (real / name for name in written):
                     with suppress(OSError):  # Windows keeps a file that is open
                         if path.is_dir():
@@ -320,7 +322,8 @@ def command(script: str, *arguments: str) -> str:
     """Return the command line of a script of this installation, to be copied into a shell."""
     python = str(short_path(Path(sys.executable)))
     if not INSTALLED:
-        return shell_join(python, str(short_path(ROOT / f"scripts/{script}.py")), *arguments)
+        scripts = Path(os.environ.get("MINIGPT_SCRIPTS", ROOT / "scripts"))  # of the code in place
+        return shell_join(python, str(short_path(scripts / f"{script}.py")), *arguments)
     on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
     prefix = [] if on_path else [python, "-m"]
     return shell_join(*prefix, *usage(script).split(), *arguments)

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from minigpt.distributed.process_group import own_ranks
+from minigpt.runs.code_version import is_other_code
 from minigpt.runs.run import train_composed
 from minigpt.runs.run_dir import LOG, SUMMARY
 from minigpt.sweeps.results import COMPLETED, RUNNING, Point, refresh
@@ -67,7 +68,8 @@ class Job:
             (folder / SUMMARY).unlink(missing_ok=True)
         # Train. The resolvers of Hydra are set up here, because it composes nothing here.
         setup_globals()
-        train = train_composed if self.point.settings["trainer.devices"] == 1 else _train_in_process
+        one_process = self.cfg.trainer.devices == 1 or is_other_code(self.cfg.get("code"))
+        train = train_composed if one_process else _train_in_process
         with (
             _busy,
             _output_to(folder / LOG),

@@ -5,6 +5,7 @@ from typing import Any
 
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
+    "code_tree": "research.code_trees",
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "corpora.run_corpus",
     "hub_source": "corpora.hub_data",
@@ -21,6 +22,8 @@ _MODULES = {
     "spool": "corpora.standard_input",
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
+    "train_with_code": "research.code_trees",
+    "version_of": "research.code_trees",
     "with_possible_sizes": "planner.planned_sizes",
     "write_stand_in": "corpora.plays",
 }

@@ -1,0 +1,194 @@
+"""Train with another version of the code: `code=` names a git revision, or `.`, the working tree.
+
+A version is written once into the folder of the run or the sweep, by `git checkout-index`, so that
+edits change nothing. A process with the same interpreter trains with it: Hydra composes there what
+the overrides mean in that version, whose settings may be fewer.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from minigpt.runs.code_version import (
+    PATCH,
+    STAMP,
+    TREES,
+    WORKING_TREE,
+    Version,
+    describe,
+    index_of,
+    write_patch,
+)
+from minigpt.runs.overrides import quote_override
+from minigpt.runs.run_dir import LOG, SUMMARY, previous_summary, write_summary
+from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import read_json, sha256_json, write_json
+from minigpt.utils.ranks import rank_variables
+from minigpt.utils.scripts import INSTALLED, ROOT
+from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals
+
+
+def code_tree(revision: str, folder: Path) -> Path:
+    """Return the folder of a version of the code, which is written once into `folder`/code.
+
+    Raises:
+        UserError: the code in place is no clone, or git does not know the revision.
+    """
+    slug = "working-tree" if revision == WORKING_TREE else re.sub(r"[^\w.-]+", "-", revision)[:60]
+    tree = folder / TREES / f"{slug}-{sha256_json(revision)[:6]}"
+    if not (tree / STAMP).exists():
+        commit = _commit_of(revision)
+        tree.parent.mkdir(parents=True, exist_ok=True)
+        # So that git does not take it for files of the working tree
+        (tree.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+        with TemporaryDirectory(dir=tree.parent) as partial:
+            _write_version(revision, commit, Path(partial))
+            Path(partial).rename(tree)
+    return tree
+
+
+def version_of(tree: Path) -> Version:
+    """Return the version that `code_tree` has written: revision, commit, dirty and checksum."""
+    version: Version = read_json(tree / STAMP)
+    return version
+
+
+def _commit_of(revision: str) -> str:
+    if INSTALLED or not (ROOT / ".git").exists():
+        raise UserError(
+            f"code={revision} needs a clone of the repository with its git history, and {ROOT} is "
+            "none; leave code out, or clone it and pip install -e it"
+        )
+    name = "HEAD" if revision == WORKING_TREE else revision
+    command = ["git", "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}"]
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+        ).stdout.strip()
+    except OSError as error:
+        raise UserError(f"code={revision} needs git, which does not start: {error}") from error
+    except subprocess.CalledProcessError as error:
+        is_shallow = (ROOT / ".git/shallow").exists()
+        advice = "; this clone is shallow, git fetch --unshallow gets the rest" * is_shallow
+        reason = (error.stderr.strip().splitlines() or [""])[-1]
+        raise UserError(
+            f"code must be a revision of git in {ROOT}, or . for the working tree, got {revision} "
+            f"({reason}){advice}"
+        ) from error
+
+
+def _write_version(revision: str, commit: str, tree: Path) -> None:
+    try:
+        with index_of(ROOT, revision if revision == WORKING_TREE else commit) as git:
+            git("checkout-index", "--all", "--force", f"--prefix={tree.absolute()}/")
+            version, patch = describe(git, tree, revision, commit)
+    except (OSError, subprocess.SubprocessError) as error:
+        stderr = getattr(error, "stderr", None) or b""
+        raise UserError(
+            f"code={revision} could not be written: {os.fsdecode(stderr).strip() or error}"
+        ) from error
+    write_patch(tree, patch)
+    write_json(tree / STAMP, version)
+
+
+def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
+    """Train a run in a process with the code of `cfg.code`; return its best validation loss.
+
+    Args:
+        folder: of the run. In a sweep the code is in the folder of the sweep.
+
+    Raises:
+        RunError: the process failed, with its exit code.
+        Interrupted: a signal ended it.
+    """
+    if rank_variables():
+        raise UserError(f"code must be null in a process of torchrun or srun, got {cfg.code}")
+    hydra = HydraConfig.get()
+    in_sweep = hydra.mode == RunMode.MULTIRUN
+    tree = code_tree(cfg.code, Path(str(hydra.sweep.dir)) if in_sweep else folder)
+    try:
+        ended = _wait_for(_command(tree, folder), tree, in_sweep=in_sweep)
+    finally:
+        _complete_summary(folder, tree)
+    for signum in END_SIGNALS:
+        if ended in (-signum, Interrupted(signum).exit_code):
+            raise Interrupted(signum)
+    if ended:
+        error = RunError(f"code={cfg.code}: {_reason(folder, ended, in_sweep=in_sweep)}")
+        error.exit_code = max(ended, 1)  # it was killed
+        raise error
+    return previous_summary(folder).get("best_val_loss")
+
+
+def _command(tree: Path, folder: Path) -> list[str | Path]:
+    # The overrides of the run, without those of the sweep, and the folders of the user's configs.
+    hydra = HydraConfig.get()
+    task = [
+        override
+        for override in hydra.overrides.task
+        if not re.match(r"[+~]*(code|sweep)=", override)
+    ]
+    own = [source.path for source in hydra.runtime.config_sources if "command" in source.provider]
+    # An earlier version has no such setting, but keeps it, and so tells versions apart
+    added = [
+        f"++code={quote_override(version_of(tree)['code'])}",
+        f"hydra.run.dir={quote_override(folder.absolute())}",
+    ]
+    if own:
+        added.append(f"hydra.searchpath=[{','.join(map(quote_override, own))}]")
+    script = tree / "scripts/train.py"
+    return [sys.executable, script, f"--config-name={hydra.job.config_name}", *task, *added]
+
+
+def _wait_for(command: Sequence[str | Path], tree: Path, *, in_sweep: bool) -> int:
+    path = os.pathsep.join(filter(None, [str(tree.absolute()), os.environ.get("PYTHONPATH")]))
+    # The signals that end a sweep go to the process group of its worker. A run of its own is in
+    # a group of its own, and gets each signal once: from here.
+    own_group = not in_sweep and sys.platform != "win32"
+    started = None
+
+    def forward(signum: int, _: object) -> None:
+        if own_group and started:
+            with suppress(OSError):
+                started.send_signal(signum)
+
+    # submitit handles SIGUSR1
+    handled = [signal.SIGINT, signal.SIGTERM] if in_sweep else END_SIGNALS
+    with handle_signals(handled, forward):
+        started = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "MINIGPT_SCRIPTS": str(ROOT / "scripts")},
+            process_group=0 if own_group else None,
+        )
+        return started.wait()
+
+
+def _complete_summary(folder: Path, tree: Path) -> None:
+    # An earlier version does not write its code.
+    summary = previous_summary(folder)
+    if (folder / SUMMARY).exists() and "code_sha256" not in summary:
+        write_summary(folder, {**summary, **version_of(tree)})
+        shutil.copy(tree / PATCH, folder)
+
+
+def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
+    # The last line that the process wrote, which a terminal shows already.
+    log = folder / LOG
+    if in_sweep and log.exists():
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        written = [line.strip() for line in lines if line.strip()]
+        if written:
+            return written[-1].removeprefix("error: ")
+    return f"its process ended with exit code {exit_code}"
+
