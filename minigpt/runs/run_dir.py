@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.distributed.process_group import RESTARTS, gather_objects
-from minigpt.runs.code_version import PATCH
+from minigpt.runs.code_version import PATCH, TREES
 from minigpt.runs.metrics_csv import truncate_metrics
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import PARTIAL, atomic_write, read_json, write_json
@@ -134,7 +134,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
             written = {entry.name for entry in real.iterdir()} - before
             # A snapshot of step 0 is no result
             has_result = "checkpoints" in written and any(real.glob("checkpoints/*.safetensors"))
-            if written <= {".hydra", LOCK, "plan.json", LOG, PATCH, "checkpoints"} and not has_result:
+            of_start = {".hydra", LOCK, "plan.json", LOG, PATCH, "checkpoints"}
+            if written <= of_start and not has_result:
                 for path in (real / name for name in written):
                     with suppress(OSError):  # Windows keeps a file that is open
                         if path.is_dir():
@@ -147,13 +148,17 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
 def lock_sweep_dir(folder: Path) -> Iterator[None]:
     """Make and lock the folder of a sweep; raise UserError if another sweep uses it."""
     folder.mkdir(parents=True, exist_ok=True)
+    had_code = (folder / TREES).exists()
     with _locked(folder, "sweep", 0) as was_locked:  # by a run, whose lock file stays
         try:
             yield
         finally:
-            if not was_locked and not (folder / PLAN).exists():  # it wrote nothing
+            if not (folder / PLAN).exists():  # it did not begin
+                if not had_code:
+                    shutil.rmtree(folder / TREES, ignore_errors=True)
                 with suppress(OSError):  # Windows keeps a file that is open
-                    (folder / LOCK).unlink()
+                    if not was_locked:
+                        (folder / LOCK).unlink()
 
 
 @contextmanager

@@ -172,6 +172,8 @@ def _names(points: Sequence[Point]) -> list[str]:
     for group in alike.values():
         more = dict.fromkeys(chain.from_iterable(point.settings for point in group))
         names += [name for name in more if name not in ("seed", *names) and _differs(group, name)]
+    if "code" not in names and _differs(points, "code"):
+        names.append("code")
     return names
 
 
@@ -185,6 +187,8 @@ def _rows(points: Sequence[Point], unit: str, short: Mapping[str, str]) -> list[
     for point in points:
         groups.setdefault((point.row, point.status == SKIPPED), []).append(point)
     texts: dict[tuple[str, str], str | None] = {}
+    if "code" in short:
+        texts = {("code", repr(value)): text for value, text in _code_labels(points).items()}
     rows = []
     for group in groups.values():
         # What it is called: its settings, but for a group that was not given.
@@ -216,6 +220,17 @@ def _rows(points: Sequence[Point], unit: str, short: Mapping[str, str]) -> list[
             )
         )
     return rows
+
+
+def _code_labels(points: Sequence[Point]) -> dict[object, str | None]:
+    # Revisions as they were typed, with a checksum where one name is that of several versions.
+    labels = {point.value("code"): point.text("code") for point in points}
+    names = Counter(labels.values())
+    for point in points:
+        if names[point.text("code")] > 1:
+            checksum = str(point.code.get("code_sha256", "unknown"))
+            labels[point.value("code")] = f"{point.text('code')} ({checksum[:8]})"
+    return labels
 
 
 def _distinct_losses(points: Sequence[Point], unit: str) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
+from minigpt.runs.code_version import code_label
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_config import OUTSIDE
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
@@ -29,6 +30,7 @@ COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting
 CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
+CODE = ("code", "commit", "dirty", "code_sha256")  # what `summary.json` holds of it
 DIVERGED = 1.2  # times the best validation loss, of the run or of the sweep
 TOTALS = (
     "params",
@@ -56,6 +58,7 @@ class Point:
         curve: (tokens, validation loss in nats per token).
         diverged: the training loss rose and stayed there: `has_diverged`.
         provenance_checksum: of the text and of the weights that the run started from.
+        code: the version of the code, as in `summary.json`; empty if it is unknown.
         validated: the text that the losses are of, as in `Corpus.validated_part`.
         validated_in_part: whether `eval_batches` limited the validation.
         bits: validation loss in bits per byte, by optimizer step.
@@ -71,7 +74,8 @@ class Point:
         status_text: the status, with the step at which a run paused.
 
     Methods:
-        value: a setting of the configuration, or, for a group, the choice that was given.
+        value: a setting of the configuration, or, for a group, the choice that was given; of
+            `code` with the checksum of what it named.
         text: a setting as it was written, or its value; None for a group that was not given.
         loss: best validation loss in `NATS` or `BITS`; None if it is unknown.
     """
@@ -90,6 +94,7 @@ class Point:
     provenance_checksum: str = ""
     validated: str = ""
     validated_in_part: bool = False
+    code: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def written(self) -> dict[str, str]:
@@ -105,7 +110,9 @@ class Point:
 
     @cached_property
     def row(self) -> str:
-        settings = {k: v for k, v in (self.settings or self.written).items() if k != "seed"}
+        own = self.settings or self.written
+        settings = {k: v for k, v in own.items() if k not in ("seed", "code")}
+        settings["code"] = self.value("code")
         # A reference is what it refers to; a reference to the seed stays.
         referred = {f"${{{name}}}": value for name, value in settings.items()}
         values = sorted((name, referred.get(str(value), value)) for name, value in settings.items())
@@ -115,10 +122,18 @@ class Point:
     def unrecorded(self) -> list[str]:
         return [name for name, value in self.settings.items() if OUTSIDE.match(f"{name}={value}")]
 
+    @property
+    def _named_code(self) -> object:
+        return self.settings.get("code", self.written.get("code"))
+
     def value(self, name: str) -> object:
+        if name == "code":
+            return self._named_code, self.code.get("code_sha256")
         return self.settings.get(name, self.written.get(name))
 
     def text(self, name: str) -> str | None:
+        if name == "code":
+            return str(self._named_code or code_label(self.code))
         written = self.written.get(name)
         if name not in self.settings or (written is not None and "${" not in written):
             return written
@@ -204,6 +219,7 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
                 "folder": point.folder.name,
                 "overrides": dict(point.overrides),
                 "settings": own if point.settings else None,
+                "code": dict(point.code),
                 "status": point.status,
                 "reason": point.reason,
                 **{name: point.totals.get(name) for name in TOTALS},
@@ -224,6 +240,12 @@ def refresh(point: Point) -> Point:
     measured = _read_or_warn(_measure, folder / METRICS)
     corpus = summary.get("corpus_sha256")
     weights = (summary.get("init_from") or {}).get("sha256") if corpus else None
+    # What was planned, until the run has written its own; runs of older versions write none
+    code = point.code
+    if "commit" in summary:
+        code = {name: summary[name] for name in CODE if name in summary}
+    if "code_sha256" not in code:
+        code = {}
     # A new point, because nothing that an earlier attempt measured holds.
     return Point(
         folder,
@@ -241,6 +263,7 @@ def refresh(point: Point) -> Point:
         provenance_checksum=provenance_checksum(corpus, weights, summary.get("resumed_from")),
         validated=str(summary.get("validated") or ""),
         validated_in_part=summary.get("eval_batches") is not None,
+        code=code,
         **measured,
     )
 
@@ -338,6 +361,7 @@ def _planned(folder: Path, shared: Values, entry: Values) -> Point:
         str(entry["status"]),
         str(entry["reason"]),
         totals=_finite({"params": entry["params"]}),
+        code=entry.get("code") or {},
     )
     # A point without settings did not compose.
     own = point.written if entry["settings"] is None else entry["settings"]

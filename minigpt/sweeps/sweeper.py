@@ -22,6 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from minigpt.runs.code_version import Version, code_in_place, code_label, is_other_code
 from minigpt.runs.overrides import is_planned, literal, quote_override, quote_path
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig, check_hydra
@@ -227,10 +228,9 @@ class Grid(Sweeper):
                 f"{self.folder} holds a sweep that differs in {', '.join(sorted(differing))}; "
                 f"{ANOTHER_FOLDER}"
             )
-        self.existing: dict[str, Point] = {
-            point.identity: self.in_job(self._check_unchanged)(point)
-            for point in announced(existing, len(existing))
-        }
+        self.existing: dict[str, Point] = {}
+        for point in map(self.in_job(self._check_unchanged), announced(existing, len(existing))):
+            self.existing[point.identity] = point
         self.names = {point.folder.name for point in existing}
 
     def _check_unchanged(self, point: Point) -> Point:
@@ -238,6 +238,20 @@ class Grid(Sweeper):
         cfg, _ = self.composer.compose(
             {name: point.overrides.get(name, point.seed) for name in self.axes}
         )
+        point = replace(point, settings={**point.settings, "code": point.settings.get("code")})
+        version = self._version(cfg)
+        began = point.code.get("code_sha256")
+        # Code that is named and code in place may be one; that of runs of older versions is unknown
+        if began in (None, version["code_sha256"]) or point.status == WAITING:
+            if None in (point.settings["code"], version["code"]):
+                point = replace(point, settings={**point.settings, "code": version["code"]})
+        elif None in (point.settings["code"], version["code"]):
+            commit = f", or resume with code={point.code['commit']}"
+            advice = commit if point.code.get("commit") and not point.code["dirty"] else ""
+            raise UserError(
+                f"{self.folder} holds runs of other code: {code_label(point.code)} there, "
+                f"{code_label(version)} now; {ANOTHER_FOLDER}{advice}"
+            )
         before = {**point.settings, "seed": None}
         now = {**relevant_settings(cfg), "seed": None}
         changed = [
@@ -250,7 +264,16 @@ class Grid(Sweeper):
                 f"{self.folder} holds a sweep that differs in {', '.join(changed)}; "
                 f"{ANOTHER_FOLDER}"
             )
-        return replace(point, rungs=self._rungs(cfg))
+        return replace(point, rungs=self._rungs(cfg), code=version)
+
+    def _version(self, cfg: DictConfig) -> Version:
+        # Of the code of a point, which is written into the folder of the sweep.
+        code = cfg.get("code")
+        if not is_other_code(code):
+            return code_in_place()[0]
+        tree = self.composer.once(from_extras("code_tree"), str(code), self.folder)
+        version: Version = from_extras("version_of")(tree)
+        return version
 
     def _rungs(self, cfg: DictConfig) -> Sequence[int]:
         return from_extras("rung_steps")(cfg) if self.prune else ()
@@ -279,6 +302,7 @@ class Grid(Sweeper):
             if isinstance(error, ConfigCompositionException) and not any(groups):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
+        point = replace(point, code=self._version(cfg))
         # Skip it if its configuration is that of an earlier point.
         if self.checked.setdefault(point.identity, values) is not values:
             return replace(point, status=SKIPPED, reason=SAME)
@@ -400,10 +424,8 @@ class Grid(Sweeper):
 
     def other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""
-        own = {point.identity for point in self.points}
-        return [
-            refresh(self.existing[identity]) for identity in self.existing if identity not in own
-        ]
+        own = {point.folder for point in self.points}
+        return [refresh(point) for point in self.existing.values() if point.folder not in own]
 
 
 def announced(points: Iterable[Any], n_points: int) -> Iterator[Any]:

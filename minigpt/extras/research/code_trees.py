@@ -178,8 +178,10 @@ def _complete_summary(folder: Path, tree: Path) -> None:
     # An earlier version does not write its code.
     summary = previous_summary(folder)
     if (folder / SUMMARY).exists() and "code_sha256" not in summary:
-        write_summary(folder, {**summary, **version_of(tree)})
-        shutil.copy(tree / PATCH, folder)
+        version = version_of(tree)
+        write_summary(folder, {**summary, **version})
+        if version["dirty"]:
+            shutil.copy(tree / PATCH, folder)
 
 
 def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
@@ -191,4 +193,3 @@ def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
         if written:
             return written[-1].removeprefix("error: ")
     return f"its process ended with exit code {exit_code}"
-
