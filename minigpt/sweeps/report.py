@@ -14,6 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.checkpoints.find import follow_latest
+from minigpt.runs.code_version import code_label
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
@@ -181,7 +182,7 @@ def _cells(table: Table) -> list[list[str]]:
         lines.append(
             [
                 f"{row.rank}*" if row.rank and row.provisional else row.rank,
-                *map(row.value, table.short_names),
+                *(_format_value(row, name) for name in table.short_names),
                 _format_loss(row, NATS, table.unit),
                 *([_format_difference(row)] if compared else []),
                 _format_loss(row, BITS, table.unit),
@@ -212,6 +213,7 @@ def table_of_rows(table: Table) -> PlainTable:
         *COSTS,
         "status",
         "reason",
+        "commit",
     ]
     return header, [
         [
@@ -226,6 +228,7 @@ def table_of_rows(table: Table) -> PlainTable:
             *row.costs.values(),
             row.status,
             row.reason,
+            row.points[0].code.get("commit"),
         ]
         for row in table.rows
     ]
@@ -243,6 +246,7 @@ def table_of_runs(table: Table) -> PlainTable:
         "status",
         "reason",
         "folder",
+        "commit",
     ]
     runs = [(row, point) for row in table.rows for point in row.points]
     return header, [
@@ -253,6 +257,7 @@ def table_of_runs(table: Table) -> PlainTable:
             point.status,
             point.reason,
             point.folder,
+            point.code.get("commit"),
         ]
         for row, point in runs
     ]
@@ -318,6 +323,13 @@ def _full_name(table: Table, along: str) -> str:
             f"{did_you_mean(along, numeric)}; use one of: {', '.join(numeric) or 'none'}"
         )
     )
+
+
+def _format_value(row: Row, name: str) -> str:
+    # A revision has its short commit.
+    value = row.value(name)
+    commit = code_label(row.points[0].code)
+    return f"{value} ({commit})" if name == "code" and not value.startswith(commit) else value
 
 
 def _format_loss(row: Row, unit: str, unit_of_table: str) -> str:
