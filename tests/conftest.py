@@ -30,6 +30,7 @@ from small_runs import SCRIPTS, TEST_DEVICE, small_run, wait_until
 
 import minigpt
 from minigpt.data.token_files import load
+from minigpt.runs.code_version import code_in_place
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.signals import END_SIGNALS
@@ -287,6 +288,18 @@ def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
         return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
 
     return run
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A clone of the project with a git history of its own, from which this process takes code."""
+    from clones import Clone
+
+    made = Clone(tmp_path / "clone")
+    for module in ("minigpt.runs.code_version", "minigpt.extras.research.code_trees"):
+        monkeypatch.setattr(f"{module}.ROOT", made.root)
+    yield made
+    code_in_place.cache_clear()
 
 
 @pytest.fixture

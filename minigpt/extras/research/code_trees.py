@@ -31,8 +31,9 @@ from minigpt.runs.code_version import (
     write_patch,
 )
 from minigpt.runs.overrides import quote_override
+from minigpt.runs.run_config import RUN_RULES
 from minigpt.runs.run_dir import LOG, SUMMARY, previous_summary, write_summary
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.files import read_json, sha256_json, write_json
 from minigpt.utils.ranks import rank_variables
 from minigpt.utils.scripts import INSTALLED, ROOT
@@ -81,10 +82,11 @@ def _commit_of(revision: str) -> str:
     except subprocess.CalledProcessError as error:
         is_shallow = (ROOT / ".git/shallow").exists()
         advice = "; this clone is shallow, git fetch --unshallow gets the rest" * is_shallow
-        reason = (error.stderr.strip().splitlines() or [""])[-1]
+        reason = error.stderr.strip().partition("\n")[0]
+        known = "" if "Needed a single revision" in reason else f" ({reason})"
         raise UserError(
-            f"code must be a revision of git in {ROOT}, or . for the working tree, got {revision} "
-            f"({reason}){advice}"
+            f"code must be a revision of git in {ROOT}, or . for the working tree, got {revision}"
+            f"{known}{advice}"
         ) from error
 
 
@@ -112,6 +114,7 @@ def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
         RunError: the process failed, with its exit code.
         Interrupted: a signal ended it.
     """
+    require("code", cfg.code, *RUN_RULES["code"])
     if rank_variables():
         raise UserError(f"code must be null in a process of torchrun or srun, got {cfg.code}")
     hydra = HydraConfig.get()
