@@ -11,10 +11,12 @@ from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Comparison
 from minigpt.sweeps.ranking import Row, Table, count_text, numbers, points_of
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, Point
+from minigpt.sweeps.verdicts import values_of_grid, weights_of_values
 from minigpt.utils.extras import from_extras
 from minigpt.utils.terminal import sanitize_line
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
+LEAST_DIFFERENCE = 5e-5  # below it, losses have the same four digits
 
 
 def answer(table: Table) -> list[str]:
@@ -69,15 +71,8 @@ def _others(rows: Sequence[Row]) -> str:
 
 
 def _settings(table: Table, comparison: Comparison) -> list[str]:
-    # The values of each setting; effects are estimated if all their combinations are compared.
-    levels = {}
-    for name in table.short_names:
-        values = _values(table.compared, name)
-        if len(numbers(table.compared, name)) == len(values):
-            values.sort(key=float)
-        if len(values) > 1:
-            levels[name] = values
-    if len(table.compared) != prod(map(len, levels.values())):
+    levels = values_of_grid(table)
+    if not levels:
         return ["The grid is incomplete, so the effects of single settings are not estimated."]
     effects = [_effect(name, levels, table, comparison) for name in levels]
     return [text for _, text in sorted(effects, reverse=True)]
@@ -94,8 +89,7 @@ def _effect(
     rows = table.compared
     values = levels[name]
     # Compare the mean losses of the values, each over the rows that have it, with the lowest.
-    member = np.equal.outer(values, [row.value(name) for row in rows])  # (V, R)
-    weights = member / member.sum(1, keepdims=True)
+    weights = weights_of_values(rows, name, values)  # (V, R)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]  # (V, R)
     worse_by = contrasts @ comparison.means  # (V,)
@@ -119,6 +113,8 @@ def _effect(
             text += f"; but {places}"
     elif places:
         text = f"{short} matters, but no effect on average is found: {places}"
+    elif worse_by.max() + margin.max() < LEAST_DIFFERENCE:
+        text = f"No effect of {short} is found: {_listed(values)} have equal losses{on_average}"
     else:
         text = (
             f"No effect of {short} is found: {_listed(values)} differ by less than "
@@ -168,7 +164,10 @@ def _noise(table: Table) -> list[tuple[object, str]]:
     ends = [_later_loss(row, table.unit) for row in rows]
     row = rows[int(np.argmin(ends))]
     return [
-        (least > 0, f"Differences from the best row below {least:.4f} are within the noise."),
+        (
+            least >= LEAST_DIFFERENCE,
+            f"Differences from the best row below {least:.4f} are within the noise.",
+        ),
         (
             min(row.n_seeds for row in rows) < LEAST_SEEDS,
             f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the "

@@ -19,6 +19,7 @@ Array = npt.NDArray[np.float64]
 # seeds).
 FAMILY_ERROR = 0.01
 LEAST_SEEDS = 3  # of a row, to estimate its own noise
+ROUNDING = 1e-12  # of a mean loss; losses have up to 9 digits
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Comparison:
         own = contrasts**2 * self.own_variances  # (K, R)
         freedom = own.sum(1) ** 2 / np.maximum(np.sum(own**2 / self.own_freedoms, axis=1), 1e-300)
         welch = scipy.stats.t.ppf(1 - error, np.maximum(freedom, 1)) * np.sqrt(own.sum(1))
-        return np.maximum(tukey, welch)
+        rounding = ROUNDING * np.abs(contrasts).sum(1)  # equal losses without noise are tied
+        return np.maximum(tukey, welch).clip(rounding)
 
     def against(self, row: int) -> tuple[Array, Array]:
         """Return the differences of all rows from one, and half of their intervals, (R,) each."""

@@ -95,6 +95,7 @@ class Table:
     Args:
         rows: best first; rows with runs that did not complete come after all others, and rows
             without a loss last.
+        baseline: the row of the first point.
         unit: of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
         compared: the rows whose runs all completed, without diverged ones.
@@ -104,6 +105,7 @@ class Table:
     """
 
     rows: Sequence[Row]
+    baseline: Row
     unit: str
     short_names: Mapping[str, str]
     compared: Sequence[Row]
@@ -119,8 +121,9 @@ def ranked(points: Sequence[Point]) -> Table:
     """
     unit = _unit(points)
     short = short_names(_names(points))
+    of_points = _rows(points, unit, short)
     rows = sorted(
-        _rows(points, unit, short),
+        of_points,
         key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0),
     )
     # Find the rows that are compared.
@@ -144,6 +147,7 @@ def ranked(points: Sequence[Point]) -> Table:
             row.rank = str(rank)
     return Table(
         rows=rows,
+        baseline=of_points[0],
         unit=unit,
         short_names=short,
         compared=compared,
