@@ -121,7 +121,9 @@ def _effect(
             f"{worse_by.max() + margin.max():.4f}{on_average}; "
             "more seeds would show smaller differences"
         )
-    return float(worse_by.max()), f"{text}."
+    nearest = values[worse[0]] if worse else None
+    multiplier = from_extras("compute_sentence")(table, name, values[best], nearest)
+    return float(worse_by.max()), f"{text}.{multiplier}"
 
 
 def _edge(best: float, tried: Sequence[float]) -> str:

@@ -92,8 +92,7 @@ def _verdicts(
                 "unit": table.unit,
                 "seeds": min(seeds),
                 "verdict": clear if abs(differences[i]) > margins[i] else "unclear",
-                "flops": shares["flops"],
-                "seconds": shares["seconds"],
+                **shares,
             }
         )
     return found

@@ -6,6 +6,7 @@ from typing import Any
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "code_tree": "research.code_trees",
+    "compute_sentence": "research.multiplier",
     "compute_shares": "research.multiplier",
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "corpora.run_corpus",
