@@ -121,9 +121,10 @@ def _effect(
             f"{worse_by.max() + margin.max():.4f}{on_average}; "
             "more seeds would show smaller differences"
         )
-    nearest = values[worse[0]] if worse else None
-    multiplier = from_extras("compute_sentence")(table, name, values[best], nearest)
-    return float(worse_by.max()), f"{text}.{multiplier}"
+    if worse:
+        multiplier = from_extras("compute_sentence")(table, name, values[best], values[worse[0]])
+        return float(worse_by.max()), f"{text}.{multiplier}"
+    return float(worse_by.max()), f"{text}."
 
 
 def _edge(best: float, tried: Sequence[float]) -> str:

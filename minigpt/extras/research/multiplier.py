@@ -44,16 +44,12 @@ def compute_shares(table: Table, name: str, baseline: str, value: str) -> dict[s
     return {cost: share for cost, (share, _) in found.items()}
 
 
-def compute_sentence(table: Table, name: str, better: str, worse: str | None) -> str:
+def compute_sentence(table: Table, name: str, better: str, worse: str) -> str:
     """Return what follows the effect of a setting in the answer, or nothing.
 
     Args:
-        better: the value with the lowest mean loss.
-        worse: what it is compared with; None if no effect is found. Then only another speed is of
-            interest.
+        better: the value that is better than `worse`.
     """
-    if worse is None:
-        return _speed_sentence(table, name)
     found = _read_shares(table, name, worse, better)
     text = _share_text({cost: share for cost, (share, _) in found.items()})
     reasons = [reason for _, reason in found.values() if reason]
@@ -62,28 +58,6 @@ def compute_sentence(table: Table, name: str, better: str, worse: str | None) ->
     if reasons:
         return f" The compute at which it reaches {worse}'s loss is unknown: {reasons[0]}."
     return ""
-
-
-def _speed_sentence(table: Table, name: str) -> str:
-    # Of two values with the same loss at the same FLOPs, one may take less time.
-    values = _values(table, name)
-    first = table.baseline.value(name)
-    if len(values) != 2 or first not in values:
-        return ""
-    (second,) = [value for value in values if value != first]
-    for baseline, value in ((first, second), (second, first)):
-        shares = compute_shares(table, name, baseline, value)
-        if _differs_from_1(shares["seconds"]) and not _differs_from_1(shares["flops"]):
-            return (
-                f" {table.short_names[name]}={value} reaches {baseline}'s loss with "
-                f"{_share_text(shares)}{_length_note(table, name)}."
-            )
-    return ""
-
-
-def _differs_from_1(share: Share | None) -> bool:
-    _, low, high = share or (None, None, None)
-    return (low is not None and low > 1) or (high is not None and high < 1)
 
 
 def _share_text(shares: Mapping[str, Share | None]) -> str:
