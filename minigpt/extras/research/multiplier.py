@@ -61,9 +61,10 @@ def compute_sentence(table: Table, name: str, better: str, worse: str) -> str:
 
 
 def _share_text(shares: Mapping[str, Share | None]) -> str:
+    # A share whose interval is unknown at both ends is left out.
     texts = []
     for cost, share in shares.items():
-        if share is not None:
+        if share is not None and any(share[1:]):
             middle, low, high = ["?" if part is None else _number(part) for part in share]
             texts.append(f"{middle} ({low} to {high}) of the {COSTS[cost]}")
     return " and ".join(texts)

@@ -97,6 +97,18 @@ def test_a_curve_gives_the_share_where_it_first_reaches_the_loss_of_the_other():
     assert shares(overfitted + same)["flops"] == pytest.approx([1, 1, 1])
 
 
+def test_the_best_losses_of_seeds_may_be_at_different_validations():
+    points = sweep(1.0, steps=(400,), seeds=2)
+    losses = [(3, 2, 1, 2), (3, 2.5, 2, 1), (4, 3, 2, 0.5), (4, 3, 2, 0.5)]
+    for i, curve in enumerate(losses):
+        best = {"best_val_loss": min(curve), "best_val_bits_per_byte": min(curve) / 3}
+        totals = points[i].totals | best | {"tokens": 400}
+        validations = [*zip((100, 200, 300, 400), curve, strict=True)]
+        points[i] = replace(points[i], curve=validations, totals=totals)
+    expected = np.exp(np.interp(1, (0, 1.5), np.log((300, 400)))) / 400  # 1 is between 2 and 0.5
+    assert shares(points)["flops"][0] == pytest.approx(expected)
+
+
 def test_curves_are_read_in_bits_per_byte_where_tokens_differ_in_length():
     points = sweep(0.8, steps=(400,))
     expected = shares(points)
@@ -118,6 +130,14 @@ def test_an_end_of_an_interval_beyond_a_curve_is_unknown():
     share, low, high = shares(sweep(0.97, steps=(400,), noise=0.01, rng=rng))["flops"]
     assert low < share < 1
     assert high is None
+    # Where both are, as of seconds that differ by far between seeds, the answer leaves it out.
+    points = sweep(0.9, steps=(400,), noise=1e-4)
+    for point in points:
+        point.totals["seconds"] *= 4.0 ** int(point.seed)
+    for point in points[:3]:
+        point.totals["seconds"] = 40.0
+    assert [end is None for end in shares(points)["seconds"]] == [False, True, True]
+    assert "of the FLOPs, read from its validation curve" in sentence(points)
 
 
 def test_what_ladders_do_not_reach_is_unknown_and_the_answer_says_why():
@@ -164,8 +184,8 @@ def test_the_answer_has_the_share_after_the_effect():
 def test_rows_that_differ_otherwise_or_in_their_length_alone_give_no_share():
     unknown = {"flops": None, "seconds": None}
     points = sweep(0.8, noise=0.001)
-    table = ranked(points)
-    assert compute_shares(table, "max_steps", "100", "200") == unknown
+    for lengths in (points, points[:9]):
+        assert compute_shares(ranked(lengths), "max_steps", "100", "200") == unknown
     rates = [
         replace(point, overrides=point.overrides | {"lr": f"{i % 3}"})
         for i, point in enumerate(points)
