@@ -35,6 +35,8 @@ class Comparison:
         own_variances: of each mean by the noise in its own row; by that of all rows where it has
             too few seeds.  (R,)
         own_freedoms: degrees of freedom of `own_variances`.  (R,)
+        looks: how often a sweep may look at its losses before it ends. The intervals hold at all
+            looks together, whichever of them ends it: each has this part of the error.
     """
 
     means: Array
@@ -44,6 +46,7 @@ class Comparison:
     freedom: int
     own_variances: Array
     own_freedoms: Array
+    looks: int = 1
 
     def margin(self, contrasts: Array, n: int, error: float = FAMILY_ERROR) -> Array:
         """Return half of the simultaneous interval of contrasts of the rows.
@@ -57,6 +60,7 @@ class Comparison:
             contrasts: weights of the rows, each the difference of two means.  (K, R)
             n: number of means among which all differences are compared.
         """
+        error = error / self.looks
         variances = np.sum(contrasts @ self.covariance * contrasts, axis=1).clip(0)  # (K,)
         tukey = _range_quantile(error, n, self.freedom) * self.noise * np.sqrt(variances / 2)
         own = contrasts**2 * self.own_variances  # (K, R)
@@ -87,11 +91,12 @@ def _range_quantile(error: float, n: int, freedom: int) -> float:
     return float(scipy.stats.studentized_range.ppf(1 - error, n, freedom)) if n > 1 else 0.0
 
 
-def compare(losses: Array) -> Comparison | None:
+def compare(losses: Array, looks: int = 1) -> Comparison | None:
     """Compare rows by least squares.
 
     Args:
         losses: of each row and seed; NaN where a run is missing.  (R, S)
+        looks: as in `Comparison`.
 
     Returns:
         None if the noise is unknown, or rows have no seed in common with the others.
@@ -121,7 +126,8 @@ def compare(losses: Array) -> Comparison | None:
     parts = np.array([of_seeds / runs, noise * (runs - 1) / runs])
     variance = parts.sum()
     effective = variance**2 / max(float(np.sum(parts**2 / [seeds - 1, max(freedom, 1)])), 1e-300)
-    interval = scipy.stats.t.ppf(0.975, max(effective, 1.0)) * np.sqrt(variance / counts)
+    quantile = scipy.stats.t.ppf(1 - 0.025 / looks, max(effective, 1.0))
+    interval = quantile * np.sqrt(variance / counts)
     # The noise in a row of its own is by what the residual would fall without its runs.
     own_noise = np.full(rows, noise)
     own_freedoms = np.full(rows, max(freedom, 1.0))
@@ -139,4 +145,5 @@ def compare(losses: Array) -> Comparison | None:
         freedom=freedom,
         own_variances=own_noise / counts,
         own_freedoms=own_freedoms,
+        looks=looks,
     )

@@ -113,11 +113,14 @@ class Table:
     incomparable: str
 
 
-def ranked(points: Sequence[Point]) -> Table:
+def ranked(points: Sequence[Point], looks: int = 1) -> Table:
     """Group points by their settings without the seed, and compare the groups.
 
     All rows whose runs completed are compared over the seeds that they share, if their losses are
     of the same text; without rows of diverged runs, if their losses are far above the best.
+
+    Args:
+        looks: as in `Comparison`.
     """
     unit = _unit(points)
     short = short_names(_names(points))
@@ -134,7 +137,7 @@ def ranked(points: Sequence[Point]) -> Table:
     if complete and not reason:
         highest = DIVERGED * min(row.loss or 0.0 for row in complete)
         compared = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
-        comparison = compare(_losses(compared, unit))
+        comparison = compare(_losses(compared, unit), looks)
     # Order them by their adjusted means.
     if comparison is not None:
         order = np.argsort(comparison.means, kind="stable")

@@ -19,7 +19,7 @@ from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.point_settings import short_names
 from minigpt.sweeps.ranking import COSTS, Row, Table, loss_text, numbers, points_of, ranked
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_looks, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
@@ -49,7 +49,8 @@ def report(
     # Read and rank the points; folders may overlap.
     folders = [Path(follow_latest(str(folder))) for folder in folders]
     found = {point.folder: point for folder in folders for point in read_sweep(folder)}
-    table = ranked([*found.values()])
+    looks = max(map(read_looks, {folder.parent for folder in found}))
+    table = ranked([*found.values()], looks)
     if along is not None:
         along = _full_name(table, along)
     # The report of one sweep is written to its folder, under its name.

@@ -205,8 +205,26 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
         ) from error
 
 
-def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
-    """Write `sweep.json`: the overrides and settings that all points share, and each point."""
+def read_looks(folder: Path) -> int:
+    """Return how often a sweep may look at its losses before it ends; 1 if it does not say so."""
+    file = folder / PLAN
+    plan = _read_or_warn(_read_numbers, file) if file.exists() else {}
+    return max(1, plan.get("looks", 1))
+
+
+def write_plan(
+    folder: Path,
+    fixed: Sequence[str],
+    points: Sequence[Point],
+    looks: int = 1,
+    answer: Sequence[Values] | None = None,
+) -> None:
+    """Write `sweep.json`: the overrides and settings that all points share, and each point.
+
+    Args:
+        looks: how often the sweep may look at its losses before it ends.
+        answer: what the sweep shows: `verdicts`; None until it reports.
+    """
     composed = [point.settings for point in points if point.settings]
     shared = composed[0] if composed else {}
     for settings in composed[1:]:
@@ -225,7 +243,8 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
                 **{name: point.totals.get(name) for name in TOTALS},
             }
         )
-    write_json(folder / PLAN, {"fixed": list(fixed), "settings": shared, "points": entries})
+    plan = {"fixed": list(fixed), "looks": looks, "answer": answer}
+    write_json(folder / PLAN, {**plan, "settings": shared, "points": entries})
 
 
 def refresh(point: Point) -> Point:
@@ -366,6 +385,10 @@ def _planned(folder: Path, shared: Values, entry: Values) -> Point:
     # A point without settings did not compose.
     own = point.written if entry["settings"] is None else entry["settings"]
     return replace(point, settings=relevant_settings({**shared, **own}))
+
+
+def _read_numbers(file: Path) -> Values:
+    return {"looks": int(read_json(file).get("looks", 1))}
 
 
 def _read_settings(file: Path) -> Values:

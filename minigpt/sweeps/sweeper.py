@@ -44,11 +44,12 @@ from minigpt.sweeps.results import (
     WAITING,
     Point,
     provenance_checksum,
+    read_looks,
     read_plan,
     refresh,
     write_plan,
 )
-from minigpt.utils.checks import BOOLEAN, POSITIVE_INT, as_integer
+from minigpt.utils.checks import BOOLEAN, POSITIVE, POSITIVE_INT, as_integer, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.extras import from_extras
@@ -69,14 +70,32 @@ class Grid(Sweeper):
             overrides them.
         prune: pause the worse points at each rung.
         max_points: most points of a grid, each of which is checked and listed in `sweep.json`.
+        seeds_until: add seeds until the intervals of all differences from the first row exclude 0,
+            or their halves are below this number; None runs all seeds.
     """
 
     compares_batches = False  # whether the points depend on the losses of earlier ones
+    looks = 1  # how often the sweep may look at its losses before it ends
+    most_jobs = 0  # of any batch, if that is known
 
-    def __init__(self, params: Mapping[str, object], prune: bool, max_points: int = 1) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, object],
+        prune: bool,
+        max_points: int = 1,
+        seeds_until: float | None = None,
+    ) -> None:
         require("hydra.sweeper.prune", prune, *BOOLEAN)
+        require("hydra.sweeper.seeds_until", seeds_until, *or_null(POSITIVE))
+        require(
+            "hydra.sweeper.seeds_until",
+            seeds_until,
+            lambda width: width is None or not (prune or self.compares_batches),
+            "null in a search and with hydra.sweeper.prune=true",
+        )
         self.params = params
         self.prune = prune
+        self.seeds_until = seeds_until
         self.max_points = as_integer(max_points)
         require("hydra.sweeper.max_points", self.max_points, *POSITIVE_INT)
 
@@ -181,7 +200,10 @@ class Grid(Sweeper):
                 )
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
-        yield self.points
+        if self.seeds_until is None:
+            yield self.points
+        else:
+            yield from from_extras("seed_batches")(self, self.seeds_until)
 
     def _read_line_and_folder(self, arguments: Sequence[str]) -> None:
         # Parse the command line. resume=auto is of the sweep: runs that have begun resume, the
@@ -204,6 +226,7 @@ class Grid(Sweeper):
                 f"{ANOTHER_FOLDER}"
             )
         listed = read_plan(self.folder)[1] if files else []
+        self.looks = read_looks(self.folder)
         existing = [point for point in listed if point.status != SKIPPED]
         # Separate the settings that this command or the sweep in the folder sweeps from the others.
         swept = set[str]().union(*[point.overrides for point in existing])
@@ -339,7 +362,8 @@ class Grid(Sweeper):
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
         # Run them to their end; with pruning, those that continue after each rung.
-        self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
+        jobs = sum(point.status != SKIPPED for point in batch)
+        self.engine.most_jobs = max(jobs, self.most_jobs)
         if self.prune:
             batch = from_extras("prune")(self, batch)
         self.launch(batch)
@@ -360,7 +384,7 @@ class Grid(Sweeper):
             return
         # List all points in the folder before the first run writes into it.
         update_latest_link(self.folder)
-        write_plan(self.folder, self.fixed, [*self.points, *self.other_points()])
+        self._write_plan()
         # Hand them to the launcher. Only launchers of minigpt use these attributes.
         ended = itertools.count(1)
 
@@ -417,10 +441,14 @@ class Grid(Sweeper):
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report  # imports numpy
 
-        write_plan(self.folder, self.fixed, [*self.points, *self.other_points()])
+        self._write_plan()
         table = report([self.folder])
         if self.wandb:
             publish(self.folder, table, self.wandb)
+
+    def _write_plan(self) -> None:
+        points = [*self.points, *self.other_points()]
+        write_plan(self.folder, self.fixed, points, self.looks)
 
     def other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""

@@ -21,6 +21,7 @@ _MODULES = {
     "read_csv": "corpora.tables",
     "read_parquet": "corpora.tables",
     "rung_steps": "search.pruning",
+    "seed_batches": "research.more_seeds",
     "spool": "corpora.standard_input",
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
