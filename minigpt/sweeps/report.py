@@ -21,6 +21,7 @@ from minigpt.sweeps.point_settings import short_names
 from minigpt.sweeps.ranking import COSTS, Row, Table, loss_text, numbers, points_of, ranked
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_looks, read_sweep
 from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
@@ -35,6 +36,8 @@ def report(
     along: str | None = None,
 ) -> Table:
     """Print the answer and the table of one or several sweeps, and write their files.
+
+    The last line is JSON for scripts.
 
     Args:
         folders: sweeps, or folders with runs below them, or runs.
@@ -60,17 +63,17 @@ def report(
     title = only.name if only else f"{len(folders)} {kind}"
     # Write the files, then print; a full disk does not hide the answer.
     sentences = answer(table)
+    files = ["set --out FOLDER to write the table and the plot of several folders"]
     try:
         if out:
+            files = []
             _write_files(out, table, sentences, title, along)
+            for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
+                files.append(f"{name:<8} {_display(out / file)}")
     finally:
         print("\n".join([*sentences, ""]))
         print_table(table)
-    if out is None:
-        print("set --out FOLDER to write the table and the plot of several folders")
-    else:
-        for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
-            print(f"{name:<8} {_display(out / file)}")
+        print("\n".join([*files, from_extras("last_line")(only, table)]))
     return table
 
 

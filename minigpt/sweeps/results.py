@@ -217,7 +217,7 @@ def write_plan(
     fixed: Sequence[str],
     points: Sequence[Point],
     looks: int = 1,
-    answer: Sequence[Values] | None = None,
+    answer: Sequence[Mapping[str, object]] | None = None,
 ) -> None:
     """Write `sweep.json`: the overrides and settings that all points share, and each point.
 

@@ -146,7 +146,7 @@ class Grid(Sweeper):
             self._read_line_and_folder(arguments)
             for batch in self.batches():
                 self.run(batch)
-            self._report()
+            from_extras("append_to_ledger")(self.folder, self._report())
             # Print the command that completes paused runs, and fail if a run failed.
             paused = sum(point.status == PAUSED for point in self.points)
             failed = sum(point.pending for point in self.points) - paused
@@ -438,17 +438,20 @@ class Grid(Sweeper):
             *(f"{key}={quote_override(folder)}" for key, folder in folders.items()),
         ]
 
-    def _report(self) -> None:
+    def _report(self) -> Any:
         from minigpt.sweeps.report import publish, report  # imports numpy
+        from minigpt.sweeps.verdicts import verdicts
 
         self._write_plan()
         table = report([self.folder])
+        self._write_plan(verdicts(table))
         if self.wandb:
             publish(self.folder, table, self.wandb)
+        return table
 
-    def _write_plan(self) -> None:
+    def _write_plan(self, answer: Sequence[Mapping[str, object]] | None = None) -> None:
         points = [*self.points, *self.other_points()]
-        write_plan(self.folder, self.fixed, points, self.looks)
+        write_plan(self.folder, self.fixed, points, self.looks, answer)
 
     def other_points(self) -> list[Point]:
         """Return the points that the folder holds besides those of this command."""

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from minigpt.sweeps.ranking import ranked
-from minigpt.sweeps.results import Point
+from minigpt.sweeps.results import Point, read_looks, read_sweep
 from minigpt.sweeps.sweep_plots import sweep_figure
 
 TOKENS = 64  # per step
@@ -54,6 +54,11 @@ def run_folder(
     if values["status"]:
         (folder / "summary.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
+
+
+def read_table(folders):
+    """The table of a sweep, without its report."""
+    return ranked(read_sweep(*folders), read_looks(*folders))
 
 
 def points_of(shape, loss, **values):

@@ -18,6 +18,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from processes import Script, live_processes
 from small_runs import ROOT, composed, one_line, rows, small_run, table, wait_until
+from sweep_folders import read_table
 
 from minigpt.extras.search.submitit_launcher import RequeuedJob
 from minigpt.runs.run_config import check_run
@@ -166,7 +167,7 @@ def in_process(monkeypatch):
         submit = "minigpt.sweeps.launcher._Worker.submit"
         monkeypatch.setattr(submit, lambda worker, job: run(job) or done())
 
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_, **__: None)
+    monkeypatch.setattr("minigpt.sweeps.report.report", read_table)
     return use
 
 

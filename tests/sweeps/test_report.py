@@ -1,6 +1,7 @@
 """A report: the printed table, its files and its plots."""
 
 import itertools
+import json
 import math
 import re
 from io import StringIO
@@ -281,7 +282,9 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(
     report(folders)
     assert list(Path.cwd().iterdir()) == []
     output = capsys.readouterr().out
-    assert output.endswith("set --out FOLDER to write the table and the plot of several folders\n")
+    advice, line = output.splitlines()[-2:]
+    assert advice == "set --out FOLDER to write the table and the plot of several folders"
+    assert json.loads(line)["folder"] is None
     assert [line.split()[:5] for line in output.splitlines() if "completed" in line] == [
         ["1", "1", "4", "default", "1.0000"],
         ["2", "default", "default", "0.1", "1.5000"],

@@ -14,6 +14,7 @@ from engine import Engine
 from filelock import FileLock
 from refusals import refused
 from small_runs import one_line
+from sweep_folders import read_table
 
 from minigpt.runs.run_dir import is_locked
 from minigpt.sweeps.answer import answer
@@ -80,7 +81,8 @@ def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, mo
             super().launch(job_overrides, initial_job_idx)
 
     monkeypatch.setattr(
-        "minigpt.sweeps.report.report", lambda folders: locked.append(is_locked(*folders))
+        "minigpt.sweeps.report.report",
+        lambda folders: locked.append(is_locked(*folders)) or read_table(folders),
     )
     plan("seed=1,2", engine=Watched())
     with pytest.raises(KeyboardInterrupt):
@@ -190,7 +192,7 @@ def test_a_sweep_reports_what_its_folder_holds_and_nothing_of_an_earlier_attempt
     reported = []
     monkeypatch.setattr(
         "minigpt.sweeps.report.report",
-        lambda folders: reported.append(ranked(read_sweep(*folders))),
+        lambda folders: reported.append(read_table(folders)) or reported[-1],
     )
     line = ["optimizer=adamw,adamv", "seed=1,2", "max_steps=2", "+note=x"]
     for first_loss in (1.0, math.nan):  # of seed 2, which fails at its second step
