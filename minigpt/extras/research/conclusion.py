@@ -93,7 +93,8 @@ def _question(table: Table, headline: Mapping[str, Any] | None) -> str | None:
         baseline = table.baseline.value(name)
         values = dict.fromkeys(row.value(name) for row in table.rows)
         values.pop(baseline)
-        return f"{name}: {', '.join(values)} against {baseline}"
+        if values:
+            return f"{name}: {', '.join(values)} against {baseline}"
     return None
 
 
