@@ -204,12 +204,11 @@ def test_lines_of_sweeps_that_end_at_once_stay_whole(tmp_path):
     def append(number):
         append_to_ledger(tmp_path / f"{number}", compared)
 
-    with ThreadPoolExecutor(8) as pool, FileLock(tmp_path / ".ledger.csv.lock") as lock:
+    with ThreadPoolExecutor(8) as pool, FileLock(tmp_path / ".ledger.csv.lock"):
         waiting = [pool.submit(append, number) for number in range(40)]
         # As while another sweep writes
         assert not wait(waiting, timeout=0.2).done
         assert not (tmp_path / "ledger.csv").exists()
-        lock.release()
     lines = table(tmp_path / "ledger.csv")
     assert {line["folder"] for line in lines} == {str(number) for number in range(40)}
     assert (len(lines), {line["question"] for line in lines}) == (40, {"x: b against a"})
