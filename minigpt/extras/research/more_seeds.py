@@ -92,8 +92,8 @@ def _look_text(table: Table, rows: Sequence[Row], seeds: Sequence[str], most: in
         labels = [row.label() for row in rows[:MAX_LABELS]]
         more = f" and {len(rows) - MAX_LABELS} more" if len(rows) > MAX_LABELS else ""
         return f"{of_all}: differences from the first row are not clear: {'; '.join(labels)}{more}"
-    if table.comparison is None or table.baseline not in table.compared:
-        return f"{of_all}: the first row is not compared, so more seeds would not help"
+    if table.baseline not in table.compared or len(table.compared) == 1 or table.incomparable:
+        return f"{of_all}: no row is compared with the first, so more seeds would not help"
     return f"{of_all} were enough: {', '.join(seeds)}"
 
 
