@@ -25,7 +25,7 @@ def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
     """Yield the checked points of a grid that run before each look at its losses.
 
     The points of later seeds are no points of the grid until then. A resumed sweep starts at the
-    first look that its folder does not lack: it has the same points, so it decides the same.
+    first look that has all seeds that its folder has begun, so it decides the same.
 
     Args:
         width: the half of an interval that is narrow enough.
@@ -42,6 +42,10 @@ def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
         grid.existing.pop(point.identity, None)
         if point.status not in (SKIPPED, WAITING):
             begun = max(begun, place[point.seed] + 1)
+    rows_of_grid = {point.row for point in points}
+    for point in grid.other_points():
+        if point.status == WAITING and point.row in rows_of_grid:
+            del grid.existing[point.identity]
     # Divide the points by the looks before which they run.
     schedule = looks(len(seeds))
     grid.looks = max(grid.looks, len(schedule))
@@ -56,7 +60,7 @@ def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
         yield batch
         # Look at the losses.
         table = ranked([*grid.points, *grid.other_points()], grid.looks)
-        rows = unclear(table, width, {point.row for point in grid.points})
+        rows = unclear(table, width, rows_of_grid)
         log(_look_text(table, rows, seeds[:look], len(seeds)))
         if not rows:
             break
