@@ -18,6 +18,7 @@ from minigpt.sweeps.comparison import compare
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import report
 from minigpt.sweeps.results import COMPLETED, SKIPPED, Point, read_looks, read_sweep, write_plan
+from minigpt.sweeps.verdicts import verdicts
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError, UserError
 
@@ -264,3 +265,22 @@ def test_reports_read_the_looks_of_all_sweeps_that_they_are_of(tmp_path):
     assert report([a]).rows[1].margin == pytest.approx(narrow)
     (a / "sweep.json").write_text('{"looks": "many"}', encoding="utf-8")
     assert report([tmp_path], out=out).comparison.looks == 1
+
+
+def test_the_interval_of_a_share_of_the_compute_holds_at_all_looks_too():
+    # Losses fall with the logarithm of the length
+    noise = np.random.default_rng(2).normal(0, 0.01, (2, 2, 4))
+    shape = {"x": ["a", "b"], "max_steps": ["100", "200"], "seed": ["1", "2", "3", "4"]}
+
+    def loss(x, steps, seed):
+        row = noise[int(x == "b"), int(steps == "200"), int(seed) - 1]
+        return 4 - math.log(int(steps)) / 3 - 0.05 * (x == "b") + row
+
+    points = points_of(shape, loss, flops=lambda _, steps, __: 1e6 * int(steps))
+    widths = {}
+    for n_looks in (1, 6):
+        (found,) = [each for each in verdicts(ranked(points, n_looks)) if each["setting"] == "x"]
+        _, low, high = found["flops"]
+        widths[n_looks] = math.log(high / low)
+    ratio = stats.t.ppf(1 - 0.02 / 6, 3) / stats.t.ppf(1 - 0.02, 3)
+    assert widths[6] / widths[1] == pytest.approx(ratio)

@@ -116,6 +116,7 @@ def _read_shares(
             _frontier([other[seed] for seed in seeds]),
             ladder=table.short_names[others[0]] if others else "",
             baseline=baseline,
+            looks=table.comparison.looks if table.comparison else 1,
         )
     return found
 
@@ -162,7 +163,9 @@ def _frontier(of_seeds: Sequence[Sequence[Node]]) -> Array:
     return frontier
 
 
-def _share(base: Array, other: Array, *, ladder: str, baseline: str) -> tuple[Share | None, str]:
+def _share(
+    base: Array, other: Array, *, ladder: str, baseline: str, looks: int
+) -> tuple[Share | None, str]:
     # The share, or why it is unknown; of frontiers over the same seeds, (S, K, 2).
     means = [base.mean(0), other.mean(0)]
     if min(map(len, means)) < MIN_NODES:
@@ -184,7 +187,7 @@ def _share(base: Array, other: Array, *, ladder: str, baseline: str) -> tuple[Sh
         moved_base = base_mean + STEP * (base[i] - base_mean)
         moved_other = other_mean + STEP * (other[i] - other_mean)
         moves.append((_distance(moved_base, moved_other, ladder) - distance) / STEP)
-    margin = scipy.stats.t.ppf(1 - ERROR / 2, n - 1) * np.std(moves, ddof=1) / n**0.5
+    margin = scipy.stats.t.ppf(1 - ERROR / looks / 2, n - 1) * np.std(moves, ddof=1) / n**0.5
     low = _exp(distance - margin)
     high = _exp(distance + margin)
     if ladder:
