@@ -108,23 +108,15 @@ def make_plan(
         UserError: the text is too short to plan for, or the time for a step; or the plan is
             invalid.
     """
-    text, budget = read_text(corpus), deadline - time.perf_counter()
-    if budget <= 0:
-        raise UserError(
-            f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes"
-        )
+    text = read_text(corpus)
+    budget = seconds_left(cfg, deadline)
     step, settings = fastest_learner(cfg, corpus, given, text, budget)
     trial = updated(cfg, settings)
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
     longer = min(2.0, 3 * MEASURING * budget)
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
-    # Drawing takes as long as training.
-    characters = OmegaConf.select(cfg, "callbacks.originality.characters") or 0
-    drawing = min(
-        characters * step / tokens_per_step(trial),
-        max(FINAL_SECONDS, FINAL_SHARE * budget),
-    )
+    drawing = drawing_seconds(trial, step, budget)
     fills_time = step * most_steps(trial, given, text) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
@@ -135,11 +127,8 @@ def make_plan(
         length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD - drawing),
     )
     if (trial := updated(cfg, settings)).max_steps < 1:
-        part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
-        raise UserError(
-            f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more "
-            f"minutes{part}"
-        )
+        part = ["validate on a part with eval_batches=…"] if "eval_batches" in given else []
+        raise too_short(trial, step, *part)
     # Before the plan is written, which a resumed run reads again.
     load_parts(RunConfig.from_hydra(trial), corpus=corpus)
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
@@ -157,6 +146,36 @@ def make_plan(
         "expected_val_loss": expected,
         "lines": [*explain(trial, text, step), f"expected    {loss}"],
     }
+
+
+def seconds_left(cfg: DictConfig, deadline: float) -> float:
+    """Return the time until the run should end; raise UserError if there is none."""
+    seconds = deadline - time.perf_counter()
+    if seconds <= 0:
+        raise UserError(
+            f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes"
+        )
+    return seconds
+
+
+def drawing_seconds(cfg: DictConfig, step: float, budget: float) -> float:
+    """Return the time of the text that is drawn after the training: drawing takes as long as
+    training on it.
+    """
+    characters = OmegaConf.select(cfg, "callbacks.originality.characters") or 0
+    return min(
+        characters * step / tokens_per_step(cfg),
+        max(FINAL_SECONDS, FINAL_SHARE * budget),
+    )
+
+
+def too_short(cfg: DictConfig, step: float, *advice: str) -> UserError:
+    """Return the error of a plan without a step."""
+    others = "".join(f", or {each}" for each in advice)
+    return UserError(
+        f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more "
+        f"minutes{others}"
+    )
 
 
 def fastest_learner(
@@ -204,9 +223,15 @@ def read_text(corpus: Corpus) -> Text:
     return Text(len(train), len(val), best + 1, distinct[best], losses[best])
 
 
-def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
+def step_seconds(
+    cfg: DictConfig,
+    corpus: Corpus,
+    *,
+    seconds: float,
+    config: GPTConfig | None = None,
+) -> float:
     """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their
-    median time.
+    median time. The architecture is `config`, or by default that of `cfg`.
 
     The first half does not count, in which memory is allocated, nor does compilation, in the first
     step.
@@ -217,11 +242,11 @@ def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
     if precision == "auto":
         precision = training_precision(accelerator)
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
-    module = GPT(
-        GPTConfig(
-            **{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}
-        )
-    )
+    if config is None:
+        vocab_size = cfg.model.vocab_size or corpus.tokenizer.vocab_size
+        config = GPTConfig(**{**cfg.model, "vocab_size": vocab_size})
+    module = GPT(config)
+    module.checkpoint_blocks = cfg.checkpoint_blocks
     if cfg.compile:
         module.compile()
     model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
@@ -315,8 +340,7 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
     most = most_steps(cfg, given, text)
-    # Seconds of a validation: a third is forward
-    whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)
+    whole = validation_seconds(cfg, step, text.val_tokens)
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
     # The share of the validation split that a validation reads
     part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)
@@ -342,6 +366,11 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "schedule.warmup_steps": min(100, steps // 100),
         **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in rates},
     }
+
+
+def validation_seconds(cfg: DictConfig, step: float, tokens: int) -> float:
+    """Return the time of a validation on so many tokens: a third of a step is forward."""
+    return 0.3 * step * tokens / tokens_per_step(cfg)
 
 
 def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:

@@ -11,7 +11,13 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.token_files import Corpus
-from minigpt.extras.planner.planned_sizes import given_settings, with_possible_sizes, without
+from minigpt.extras.planner.planned_sizes import (
+    given_settings,
+    is_recipe,
+    with_possible_sizes,
+    without,
+)
+from minigpt.model.config import GPTConfig
 from minigpt.runs.lightning_workarounds import fast_imports
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
@@ -41,7 +47,7 @@ def plan_overrides(
     """
     # Check every setting before heavy packages are imported
     sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides))
-    corpus = load_parts(sized, folder=folder)[0]
+    corpus, config, _ = load_parts(sized, folder=folder)
     if launcher_sizes():
         raise UserError("minutes plans for one process; set max_steps instead")
     # Find the plan, or make it
@@ -54,15 +60,15 @@ def plan_overrides(
         shared = folder.resolve().with_name(f".plan-{_checksum(cfg)[:16]}.json")
         with FileLock(f"{shared}.lock"):
             if not shared.exists():
-                write_json(shared, _new_plan(cfg, corpus, given, deadline))
+                write_json(shared, _new_plan(cfg, corpus, config, given, deadline))
         plan = _read_plan(shared)
     else:
-        plan = _new_plan(cfg, corpus, given, deadline)
+        plan = _new_plan(cfg, corpus, config, given, deadline)
     # Write it, and what it expects to the results of the run
     write_json(file, plan)
     for line in plan["lines"]:
         append_log(folder, line)
-    settings = without(given, plan["settings"])
+    settings = without(_kept(cfg, given, plan), plan["settings"])
     if plan["expected_val_loss"]:
         loss, margin = plan["expected_val_loss"]
         settings["callbacks.expectation"] = {
@@ -73,10 +79,30 @@ def plan_overrides(
     return settings, corpus
 
 
-def _new_plan(cfg: DictConfig, corpus: Corpus, given: set[str], deadline: float) -> Any:
+def _new_plan(
+    cfg: DictConfig,
+    corpus: Corpus,
+    config: GPTConfig,
+    given: set[str],
+    deadline: float,
+) -> Any:
     with fast_imports():
         from minigpt.extras.planner.plan import make_plan
+        from minigpt.extras.planner.timed_recipe import time_recipe
+    if is_recipe(cfg, given):
+        return time_recipe(cfg, corpus, config, given, deadline=deadline)
     return make_plan(cfg, corpus, given, deadline=deadline)
+
+
+def _kept(cfg: DictConfig, given: set[str], plan: Any) -> set[str]:
+    """Return the given keys whose values take the place of those of a plan.
+
+    Not null, beside which earlier versions planned a value that a run resumes with. The steps of a
+    recipe are at most those from which it was planned, but a run that resumes may have others.
+    """
+    null = {key for key in plan["settings"] if OmegaConf.select(cfg, key) is None}
+    shortened = {"max_steps"} if plan.get("of_steps") == cfg.max_steps else set()
+    return given - null - shortened
 
 
 def _read_plan(file: Path) -> Any:

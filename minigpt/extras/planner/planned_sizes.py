@@ -8,23 +8,20 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.model.config import RULES
 from minigpt.runs.run_config import advice_for_text, flat, normalize
 from minigpt.utils.checks import POSITIVE, or_null
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import require
 
 HEAD_WIDTH = 32
+RECIPES = ("experiment", "init_from")  # what gives a model that is trained as it is
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
+PLANNED_OR_NULL = ("eval_batches", "ema_decay")  # settings that users turn off with null
 
 
 def planned_overrides(given: Mapping[str, str]) -> list[str]:
-    """Return the groups that `minutes=` selects beside the given overrides.
-
-    Raises:
-        UserError: they set a model, and a plan is of a new one.
+    """Return the groups that `minutes=` selects beside the given overrides: none for a model that
+    `experiment=` or `init_from=` gives, at some points of a sweep at least.
     """
-    for key in ("experiment", "init_from"):
-        if given.get(key, "null").lower() not in ("null", ""):
-            raise UserError(
-                f"minutes plans a new model, but {key}={given[key]} sets one; remove one of the two"
-            )
+    if any(given.get(key, "null").lower() not in ("null", "") for key in RECIPES):
+        return []
     return [f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given]
 
 
@@ -47,7 +44,8 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
         lambda n: n == 1,
         "1 with minutes, which plans for one device",
     )
-    if "model" in (given := given_settings(overrides)):
+    given = given_settings(overrides)
+    if "model" in given or is_recipe(cfg, given):
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
     n_embd, n_head = planned_heads(cfg.model, given, 64)
@@ -55,6 +53,11 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
     sizes = {"n_embd": n_embd, "n_head": n_head, "n_layer": layer_repeats, "block_size": 1}
     cfg.model.update({name: size for name, size in sizes.items() if f"model.{name}" not in given})
     return cfg
+
+
+def is_recipe(cfg: DictConfig, given: Collection[str]) -> bool:
+    """Return whether the time plans the length of a run alone: its model is given."""
+    return "experiment" in given or cfg.get("init_from") is not None
 
 
 def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int) -> tuple[int, int]:
@@ -93,13 +96,17 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
 def given_settings(overrides: Sequence[str]) -> set[str]:
     """Return the keys of the settings and groups that overrides give.
 
-    Not the groups that `minutes=` selects.
+    Not the groups that `minutes=` selects, nor null unless a plan would choose another value.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides([*overrides])
     given = flat({override.key_or_group: override.value() for override in parsed})
-    return {key for key, value in given if PLANNED_GROUPS.get(key) != value}
+    return {
+        key
+        for key, value in given
+        if key in PLANNED_OR_NULL or (value is not None and PLANNED_GROUPS.get(key) != value)
+    }
 
 
 def without(given: set[str], settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""Plan the length of a run for `minutes=` beside `experiment=` or `init_from=`.
+
+The model is trained as it is given: the time changes the number of steps alone, and in proportion
+the settings that count steps.
+"""
+
+import time
+from math import inf
+from typing import Any
+
+from omegaconf import DictConfig
+
+from minigpt.data.token_files import Corpus
+from minigpt.extras.planner.plan import (
+    MEASURING,
+    OVERHEAD,
+    TRAINER,
+    VALIDATING,
+    Settings,
+    drawing_seconds,
+    seconds_left,
+    step_seconds,
+    too_short,
+    updated,
+    validation_seconds,
+)
+from minigpt.model.config import GPTConfig
+
+
+def time_recipe(
+    cfg: DictConfig,
+    corpus: Corpus,
+    config: GPTConfig,
+    given: set[str],
+    *,
+    deadline: float,
+) -> dict[str, Any]:
+    """Return a plan as `make_plan` does, and the steps of the recipe; no loss is expected.
+
+    Args:
+        config: the architecture, which may be that of weights.
+        given: keys of settings that the user chose, such as "eval_every".
+        deadline: `time.perf_counter()` when the run should end.
+
+    Raises:
+        UserError: the time is too short for a step.
+    """
+    # Measure steps; the compiler finds most of its work done when it compiles a model again
+    budget = seconds_left(cfg, deadline)
+    sized = updated(cfg, {"model.block_size": config.block_size})
+    measured: Settings = {"seconds": min(4.0, 6 * MEASURING * budget), "config": config}
+    if cfg.compile:
+        step_seconds(sized, corpus, **measured)
+    begun = time.perf_counter()
+    step = TRAINER * step_seconds(sized, corpus, **measured)
+    seconds = deadline - time.perf_counter() - OVERHEAD - drawing_seconds(sized, step, budget)
+    if cfg.compile:
+        seconds -= time.perf_counter() - begun
+    # Choose the length
+    settings = recipe_length(sized, given, corpus.val.tokens, step, seconds)
+    if settings["max_steps"] < 1:
+        advice = ["set compile=false"] if cfg.compile else []
+        raise too_short(cfg, step, "validate on a part with eval_batches=…", *advice)
+    changed = ", ".join(f"{key.rpartition('.')[2]} {n:,}" for key, n in settings.items())
+    return {
+        "settings": settings,
+        "expected_val_loss": None,
+        "lines": [
+            f"plan        {changed}; steps of {1000 * step:.1f} ms"
+            f"{', compiled' if cfg.compile else ''}; without minutes= {cfg.max_steps:,} steps"
+        ],
+        "of_steps": cfg.max_steps,
+    }
+
+
+def recipe_length(
+    cfg: DictConfig,
+    given: set[str],
+    val_tokens: int,
+    step: float,
+    seconds: float,
+) -> Settings:
+    """Return the settings that count steps, of a run of `seconds` whose steps take `step` each.
+
+    Those that are not given are in proportion to the steps of the recipe, with fewer validations
+    if they would take too long.
+    """
+    read = (cfg.eval_batches or inf) * cfg.data.eval_batch_size * cfg.model.block_size
+    validation = validation_seconds(cfg, step, min(val_tokens, read))
+    if "eval_every" in given:
+        # Whole cycles of steps and a validation, and in the rest some steps before the last one
+        cycle = cfg.eval_every * step + validation
+        cycles = max(0, int(seconds // cycle))
+        rest = seconds - cycles * cycle - validation
+        steps = cycles * cfg.eval_every + max(0, int(rest / step))
+        validations = 1
+    else:
+        possible = int(VALIDATING * seconds / validation)
+        validations = max(1, min(-(-cfg.max_steps // cfg.eval_every), possible))
+        steps = int((seconds - validations * validation) / step)
+    if "max_steps" in given:
+        steps = min(steps, cfg.max_steps)
+    settings = {
+        "max_steps": steps,
+        "eval_every": max(-(-cfg.eval_every * steps // cfg.max_steps), -(-steps // validations)),
+    }
+    if "warmup_steps" in cfg.schedule:
+        warmup = cfg.schedule.warmup_steps
+        settings["schedule.warmup_steps"] = round(warmup * steps / cfg.max_steps)
+    return {key: n for key, n in settings.items() if key == "max_steps" or key not in given}
