@@ -67,6 +67,7 @@ LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
 TIMED_STEPS = 80  # to measure a size, at most
+SLOW = 5  # times the time to measure a size, after which two steps of it are enough
 MEASURING = 0.005  # of the time at most, to measure a size
 COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
 COMPILED_GAIN = 1.05  # speed that compilation must gain
@@ -230,8 +231,8 @@ def step_seconds(
     seconds: float,
     config: GPTConfig | None = None,
 ) -> float:
-    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their
-    median time. The architecture is `config`, or by default that of `cfg`.
+    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four, or two slow
+    ones; return their median time. The architecture is `config`, or by default that of `cfg`.
 
     The first half does not count, in which memory is allocated, nor does compilation, in the first
     step.
@@ -273,7 +274,8 @@ def step_seconds(
                 torch.accelerator.synchronize()
             threads.end()
             times.append(time.perf_counter())
-            if len(times) > 4 and times[-1] - times[1] > seconds:  # the first step compiles
+            measured = times[-1] - times[1]  # the first step compiles
+            if measured > seconds and (len(times) > 4 or measured > SLOW * seconds):
                 break
     return (
         median(b - a for a, b in pairwise(times[len(times) // 2 :]))
@@ -368,7 +370,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     }
 
 
-def validation_seconds(cfg: DictConfig, step: float, tokens: int) -> float:
+def validation_seconds(cfg: DictConfig, step: float, tokens: float) -> float:
     """Return the time of a validation on so many tokens: a third of a step is forward."""
     return 0.3 * step * tokens / tokens_per_step(cfg)
 

@@ -26,6 +26,11 @@ from minigpt.extras.planner.plan import (
 )
 from minigpt.model.config import GPTConfig
 
+# Seconds per parameter to load weights, and load them again for the last sample; seconds of a
+# validation for its sample and its checkpoint, and those per parameter
+STARTING = 1e-7
+SAVING, SAVING_PARAMETER = 0.1, 3e-8
+
 
 def time_recipe(
     cfg: DictConfig,
@@ -57,7 +62,11 @@ def time_recipe(
     if cfg.compile:
         seconds -= time.perf_counter() - begun
     # Choose the length
-    settings = recipe_length(sized, given, corpus.val.tokens, step, seconds)
+    seconds -= STARTING * config.num_params()
+    read = (cfg.eval_batches or inf) * cfg.data.eval_batch_size * config.block_size
+    validation = validation_seconds(sized, step, min(corpus.val.tokens, read))
+    validation += SAVING + SAVING_PARAMETER * config.num_params()
+    settings = recipe_length(cfg, given, step, validation, seconds)
     if settings["max_steps"] < 1:
         advice = ["set compile=false"] if cfg.compile else []
         raise too_short(cfg, step, "validate on a part with eval_batches=…", *advice)
@@ -76,17 +85,18 @@ def time_recipe(
 def recipe_length(
     cfg: DictConfig,
     given: set[str],
-    val_tokens: int,
     step: float,
+    validation: float,
     seconds: float,
 ) -> Settings:
-    """Return the settings that count steps, of a run of `seconds` whose steps take `step` each.
+    """Return the settings that count steps, of a run of `seconds`.
 
     Those that are not given are in proportion to the steps of the recipe, with fewer validations
     if they would take too long.
+
+    Args:
+        step: seconds of a step, as `validation` of a validation.
     """
-    read = (cfg.eval_batches or inf) * cfg.data.eval_batch_size * cfg.model.block_size
-    validation = validation_seconds(cfg, step, min(val_tokens, read))
     if "eval_every" in given:
         # Whole cycles of steps and a validation, and in the rest some steps before the last one
         cycle = cfg.eval_every * step + validation
