@@ -61,9 +61,9 @@ def complete_overrides(
     if "model" in groups:  # no file of configs/ has the earlier name of a setting of a run
         complete = [f"++{each}" if each.partition("=")[0] in RENAMED else each for each in complete]
     parts = [override.partition("=") for override in complete]
-    given = {key: value for key, _, value in parts if value[:1] != "{"}
+    given = {key.lstrip("+"): value for key, _, value in parts if value[:1] != "{"}
     not_null = {key: each for key, each in given.items() if each.lower() not in ("null", "")}
-    # A plan is of a new model
+    # A plan may be of a new model
     if is_planned(not_null):
         complete += from_extras("planned_overrides")(given)
     # Weights come with their architecture and tokenizer, token files with their tokenizer

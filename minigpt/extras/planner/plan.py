@@ -242,7 +242,10 @@ def step_seconds(
     precision: Any = cfg.trainer.precision
     if precision == "auto":
         precision = training_precision(accelerator)
-    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    try:
+        fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
+        raise UserError(f"the trainer cannot be built: {error}") from error
     if config is None:
         vocab_size = cfg.model.vocab_size or corpus.tokenizer.vocab_size
         config = GPTConfig(**{**cfg.model, "vocab_size": vocab_size})

@@ -10,6 +10,7 @@ from typing import Any
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
+from minigpt.checkpoints.find import checkpoints_of
 from minigpt.data.token_files import Corpus
 from minigpt.extras.planner.planned_sizes import (
     given_settings,
@@ -21,7 +22,7 @@ from minigpt.model.config import GPTConfig
 from minigpt.runs.lightning_workarounds import fast_imports
 from minigpt.runs.run import load_parts
 from minigpt.runs.run_config import RunConfig
-from minigpt.runs.run_dir import PLAN, append_log
+from minigpt.runs.run_dir import PLAN, append_log, short_path
 from minigpt.sweeps.point_settings import relevant_settings
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, write_json
@@ -52,18 +53,18 @@ def plan_overrides(
         raise UserError("minutes plans for one process; set max_steps instead")
     # Find the plan, or make it
     given = given_settings(overrides)
-    deadline = started + 60 * cfg.minutes
     file = folder / RUN_PLAN
+    arguments = (cfg, folder, corpus, config, given, started + 60 * cfg.minutes)
     if cfg.resume == "auto" and file.exists():
         plan = _read_plan(file)
     elif (folder.resolve().parent / PLAN).exists():
         shared = folder.resolve().with_name(f".plan-{_checksum(cfg)[:16]}.json")
         with FileLock(f"{shared}.lock"):
             if not shared.exists():
-                write_json(shared, _new_plan(cfg, corpus, config, given, deadline))
+                write_json(shared, _new_plan(*arguments))
         plan = _read_plan(shared)
     else:
-        plan = _new_plan(cfg, corpus, config, given, deadline)
+        plan = _new_plan(*arguments)
     # Write it, and what it expects to the results of the run
     write_json(file, plan)
     for line in plan["lines"]:
@@ -81,6 +82,7 @@ def plan_overrides(
 
 def _new_plan(
     cfg: DictConfig,
+    folder: Path,
     corpus: Corpus,
     config: GPTConfig,
     given: set[str],
@@ -89,9 +91,13 @@ def _new_plan(
     with fast_imports():
         from minigpt.extras.planner.plan import make_plan
         from minigpt.extras.planner.timed_recipe import time_recipe
-    if is_recipe(cfg, given):
-        return time_recipe(cfg, corpus, config, given, deadline=deadline)
-    return make_plan(cfg, corpus, given, deadline=deadline)
+    if not is_recipe(cfg, given):
+        return make_plan(cfg, corpus, given, deadline=deadline)
+    if cfg.resume == "auto" and checkpoints_of(folder):
+        raise UserError(
+            f"{short_path(folder)} holds a run without a plan; resume it with minutes=null"
+        )
+    return time_recipe(cfg, corpus, config, given, deadline=deadline)
 
 
 def _kept(cfg: DictConfig, given: set[str], plan: Any) -> set[str]:
@@ -100,9 +106,16 @@ def _kept(cfg: DictConfig, given: set[str], plan: Any) -> set[str]:
     Not null, beside which earlier versions planned a value that a run resumes with. The steps of a
     recipe are at most those from which it was planned, but a run that resumes may have others.
     """
-    null = {key for key in plan["settings"] if OmegaConf.select(cfg, key) is None}
-    shortened = {"max_steps"} if plan.get("of_steps") == cfg.max_steps else set()
-    return given - null - shortened
+    kept = {
+        key
+        for key in given
+        if key not in plan["settings"] or OmegaConf.select(cfg, key) is not None
+    }
+    if "of_steps" in plan:
+        kept -= {"schedule"}  # with it, the warmup is that of the recipe
+    if plan.get("of_steps") == cfg.max_steps:
+        kept -= {"max_steps"}
+    return kept
 
 
 def _read_plan(file: Path) -> Any:

@@ -45,7 +45,16 @@ def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig
         "1 with minutes, which plans for one device",
     )
     given = given_settings(overrides)
-    if "model" in given or is_recipe(cfg, given):
+    if is_recipe(cfg, given):
+        require(
+            "resume",
+            cfg.get("resume"),
+            lambda start: start in (None, "auto"),
+            "null or auto with the minutes of a recipe",
+            "set max_steps instead",
+        )
+        return cfg
+    if "model" in given:
         return cfg
     cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
     n_embd, n_head = planned_heads(cfg.model, given, 64)
