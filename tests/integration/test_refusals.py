@@ -132,8 +132,12 @@ callbacks=attention callbacks.attention.text=''
     callbacks.attention.text must be a text with at least
 minutes=1e-4
     minutes=0.0001 end before the text is prepared; give more minutes
-minutes=1 experiment=fast_cpu
-    minutes plans a new model, but experiment=fast_cpu sets one; remove one
+minutes=1e-4 experiment=fast_cpu
+    minutes=0.0001 end before the text is prepared; give more minutes
+minutes=1 experiment=fast_cpu resume=RUN
+    resume must be null or auto with the minutes of a recipe, got
+minutes=1 init_from=RUN trainer.devices=2
+    trainer.devices must be 1 with minutes, which plans for one device, got 2
 minutes=1 pause_at=10
     pause_at must be null with minutes
 init_from=RUN model.n_layer=3

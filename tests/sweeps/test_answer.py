@@ -198,6 +198,8 @@ def test_what_cannot_be_told_is_said():
     assert "planned" not in told(timed)  # of damaged files the steps are unknown
     timed[0].totals["steps"] = 20
     assert "minutes= planned 20 steps: rows are compared at equal time." in told(timed)
+    timed[0].settings["minutes"] = 10
+    assert "20 steps: rows of equal minutes are compared at equal time." in told(timed)
     del timed[0].totals["steps"]
     again = [
         *points,

@@ -29,6 +29,6 @@ def steps_note(points: Sequence[Point]) -> str:
     if not steps:
         return ""
     texts = dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))
-    swept = {name.lstrip("+") for point in points for name in point.overrides}
-    rows = "rows of equal minutes" if "minutes" in swept else "rows"
+    minutes = {str(point.settings["minutes"]) for point in points}
+    rows = "rows of equal minutes" if len(minutes) > 1 else "rows"
     return f"minutes= planned {' to '.join(texts)} steps: {rows} are compared at equal time."

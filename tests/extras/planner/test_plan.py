@@ -70,6 +70,8 @@ GIVEN = {
     "model=nano": "model",
     "optimizer=adamw": "optimizer",
     "max_steps=149": "max_steps below 150",
+    "eval_batches=null": "",
+    "ema_decay=null": "ema_decay",
     "max_steps=150 seed=3 eval_every=7 trainer=cpu": "",
 }
 
@@ -323,6 +325,8 @@ REFUSED = {
     "minutes=abc": "minutes must be a finite number > 0, or null, got abc",
     "minutes='5'": "got 5; it is a text; write minutes=5 in a shell, or minutes: 5 in a file",
     "trainer.devices=2": "trainer.devices must be 1 with minutes, which plans for one device",
+    "experiment=sprint_cpu resume=runs/a": "resume must be null or auto with the minutes of a "
+    "recipe, got runs/a; set max_steps instead",
 }
 
 
@@ -482,6 +486,23 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(
         settings, _ = planned_run.plan_overrides(cfg, folder, line.split(), 0.0)
         assert settings["max_steps"] == steps
         assert settings["callbacks.expectation"]["loss"] == 2.0
+
+
+def test_a_run_resumes_with_the_plan_of_an_earlier_version_that_chose_beside_null(
+    mine, planned, sweep
+):
+    plan = {"settings": {"eval_batches": 12, "max_steps": 7}, "expected_val_loss": None}
+    (sweep / "plan.json").write_text(json.dumps(plan | {"lines": []}), encoding="utf-8")
+    line = ["eval_batches=null", "resume=auto"]
+    settings, _ = planned_run.plan_overrides(planned(*mine, *line), sweep, line, 0.0)
+    assert settings == plan["settings"]
+
+
+def test_a_device_that_is_missing_is_an_error_of_one_line(cfg, text, tmp_path):
+    cfg.data.update(path=str(text), folder=str(tmp_path))
+    cfg.trainer.accelerator = "abacus"
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    refused("^the trainer cannot be built: ", planning.step_seconds, cfg, corpus, seconds=0.1)
 
 
 def test_a_sweep_finds_the_plan_that_it_made_when_settings_had_other_names(
