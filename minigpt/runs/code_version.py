@@ -5,12 +5,13 @@ when it was written.
 """
 
 import hashlib
+import itertools
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,8 +23,24 @@ PATCH = "code.diff"
 TREES = "code"  # in the folder of a run or a sweep: the versions that it trains with
 WORKING_TREE = "."
 MAX_PATCH_BYTES = 1_000_000
-# What git does not track yet is code if it is one of these
+# What git does not track yet is code if it is one of these; not the lock files of an editor
 _UNTRACKED = ("*.py", "*.yaml", "minigpt", "scripts", "configs", "hydra_plugins")
+_NO_CODE = (":(exclude,glob)**/.#*",)
+# Of the repository of a hook or a shell, which may be another one than the clone
+_OTHER_REPOSITORY = {
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_COMMON_DIR",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_NAMESPACE",
+    "GIT_PREFIX",
+    "GIT_SHALLOW_FILE",
+    "GIT_LITERAL_PATHSPECS",
+}
+# Settings of the user that would write into the clone, refuse ends of lines, or take time
+_SETTINGS = ("splitIndex=false", "fsmonitor=false", "safecrlf=false", "looseCompression=0")
 
 _TEXT = ("utf-8", "surrogateescape")  # of git, with file names and contents of any encoding
 
@@ -37,11 +54,11 @@ def code_in_place() -> tuple[Version, str]:
 
     Without git, the commit and whether there are changes are None.
     """
-    if (ROOT / STAMP).exists():
-        return read_json(ROOT / STAMP), (ROOT / PATCH).read_bytes().decode(*_TEXT)
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError), index_of(ROOT, WORKING_TREE) as git:
             return describe(git, ROOT, None)
+    elif (ROOT / STAMP).exists():
+        return read_json(ROOT / STAMP), (ROOT / PATCH).read_bytes().decode(*_TEXT)
     return {"code": None, "commit": None, "dirty": None, "code_sha256": code_sha256(ROOT)}, ""
 
 
@@ -54,10 +71,17 @@ def describe(
         root: where its files are.
         revision: what `code=` names.
     """
-    changes = ("diff", "--cached", "--no-ext-diff", "--no-color", commit)
-    patch = git(*changes, "--binary")
-    if len(patch) > MAX_PATCH_BYTES:
-        patch = git(*changes, "--stat")
+    # Not of `git diff`, whose format is that of the user
+    changes = ("diff-index", "--cached", "--no-ext-diff", "--no-textconv", "--no-color", commit)
+    # Of large files git writes no patch
+    raw = git(*changes, "--raw", "--no-abbrev", "--no-renames")
+    blobs = [line.split(maxsplit=4)[3] for line in raw.splitlines()]
+    sizes = git("cat-file", "--batch-check=%(objectsize)", given="\n".join(blobs)).splitlines()
+    patch = ""
+    if sum(int(size) for size in sizes if size.isdecimal()) <= 10 * MAX_PATCH_BYTES:
+        patch = git(*changes, "--binary", "--find-renames")
+    if blobs and not 0 < len(patch) <= MAX_PATCH_BYTES:
+        patch = git(*changes, "--stat")[:MAX_PATCH_BYTES]
     version = {
         "code": revision,
         "commit": git("rev-parse", "--verify", f"{commit}^{{commit}}").strip(),
@@ -73,9 +97,9 @@ def code_sha256(root: Path) -> str:
     files = {file.relative_to(package).as_posix(): file for file in package.rglob("*.py")}
     return sha256_json(
         {
-            name: hashlib.sha256(file.read_bytes()).hexdigest()
+            name: hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
             for name, file in files.items()
-            if not name.startswith("scripts/")
+            if not name.startswith("scripts/") and file.is_file()
         }
     )
 
@@ -93,30 +117,60 @@ def index_of(root: Path, revision: str) -> Iterator[Git]:
         environment = {"GIT_INDEX_FILE": str(Path(folder, "index"))}
 
         def git(*arguments: str, given: str = "") -> str:
-            ended = subprocess.run(
-                ["git", *arguments],
-                cwd=root,
-                env={**os.environ, **environment},
-                input=os.fsencode(given),
-                capture_output=True,
-                check=True,
-                timeout=60,
-            )
-            return ended.stdout.decode(*_TEXT)  # with the ends of lines
+            return run_git(root, *arguments, given=given, **environment)
 
         git("read-tree", "HEAD" if revision == WORKING_TREE else revision)
         if revision == WORKING_TREE:
-            # What is added becomes objects, in a folder that is removed.
-            objects = root / git("rev-parse", "--git-path", "objects").strip()
+            # What is added becomes objects, in a folder that is removed. Quoted, because colons
+            # separate folders.
+            objects = git("rev-parse", "--git-path", "objects").removesuffix("\n")
+            folder_of_objects = (root / objects).as_posix()
+            quoted = folder_of_objects.replace("\\", r"\\").replace('"', r"\"")
             environment |= {
                 "GIT_OBJECT_DIRECTORY": folder,
-                "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(objects),
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
             }
             git("add", "--update")
-            listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *_UNTRACKED)
-            if listed:
-                git("add", "--pathspec-from-file=-", "--pathspec-file-nul", given=listed)
+            others = ("ls-files", "-z", "--others", "--exclude-standard", "--")
+            listed = git(*others, *_UNTRACKED, *_NO_CODE)
+            added = _without_runs(listed.split("\0"))
+            if added:
+                given = "\0".join(added)
+                from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")
+                git("--literal-pathspecs", "add", *from_input, given=given)
         yield git
+
+
+def run_git(root: Path, *arguments: str, given: str = "", **environment: str) -> str:
+    """Return what git prints in a clone.
+
+    Raises:
+        OSError, subprocess.SubprocessError: git is missing, or fails.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in _OTHER_REPOSITORY}
+    settings = itertools.chain.from_iterable(("-c", f"core.{setting}") for setting in _SETTINGS)
+    ended = subprocess.run(
+        ["git", *settings, *arguments],
+        cwd=root,
+        env=own | environment,
+        input=os.fsencode(given),
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    return ended.stdout.decode(*_TEXT)  # with the ends of lines
+
+
+def _without_runs(files: Sequence[str]) -> list[str]:
+    # Folders of runs, which hold `.hydra`, are no code.
+    runs = {file.partition("/.hydra/")[0] for file in files if "/.hydra/" in file}
+    return [
+        file
+        for file in files
+        if file
+        and not file.startswith(".hydra/")
+        and runs.isdisjoint(map(str, PurePosixPath(file).parents))
+    ]
 
 
 def write_patch(folder: Path, patch: str) -> None:

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+from clones import Clone
 
 from minigpt.runs import code_version
 from minigpt.runs.code_version import code_in_place, code_label, code_sha256, write_patch
@@ -91,8 +92,9 @@ def test_without_git_the_commit_is_unknown_and_the_checksum_is_not(clone, monkey
     assert code_label(version) == checksum[:8]
 
 
-def test_large_changes_are_listed_instead(clone, monkeypatch):
-    monkeypatch.setattr(code_version, "MAX_PATCH_BYTES", 1000)
+@pytest.mark.parametrize("most", [1000, 200])  # of the patch, and of what it would be of
+def test_large_changes_are_listed_instead(clone, monkeypatch, most):
+    monkeypatch.setattr(code_version, "MAX_PATCH_BYTES", most)
     (clone.root / "minigpt/model/mine.py").write_text("x = 1\n" * 500, encoding="utf-8")
     code_in_place.cache_clear()
     version, patch = code_in_place()
@@ -105,3 +107,73 @@ def test_large_changes_are_listed_instead(clone, monkeypatch):
 
 def test_code_that_is_not_recorded_is_unknown():
     assert code_label({"commit": "1f5cc489aaaa", "dirty": False}) == "unknown"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["core.splitIndex=true"],  # writes into the clone
+        ["core.autocrlf=true", "core.safecrlf=true"],  # refuses ends of lines
+        ["diff.noprefix=true", "diff.relative=true", "diff.context=0"],
+        ["diff.code.textconv=true"],  # shows nothing of a file
+    ],
+)
+def test_settings_of_git_change_neither_the_version_nor_the_patch(clone, settings):
+    clone.edit("minigpt/model/gpt.py", "std = 0.02", "std = 0.03")
+    (clone.root / ".git/info/attributes").write_text("*.py diff=code\n", encoding="utf-8")
+    found = code_in_place()
+    assert "std = 0.03" in found[1]
+    for setting in settings:
+        clone.git("config", *setting.split("="))
+    code_in_place.cache_clear()
+    files = sorted((clone.root / ".git").iterdir())
+    assert code_in_place() == found
+    assert sorted((clone.root / ".git").iterdir()) == files
+
+
+def test_the_repository_of_a_hook_or_a_shell_is_not_that_of_the_code(clone, tmp_path, monkeypatch):
+    found = code_in_place()
+    other = Clone(tmp_path / "other")
+    other.commit("second")
+    monkeypatch.setenv("GIT_DIR", str(other.root / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other.root))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(other.root / ".git/index"))
+    code_in_place.cache_clear()
+    assert code_in_place() == found
+
+
+@pytest.mark.parametrize("name", ["a:b", 'a"b', "é a\\b"])
+def test_a_clone_may_have_any_name(clone, tmp_path, monkeypatch, name):
+    clone.edit("minigpt/model/gpt.py", "std = 0.02", "std = 0.03")
+    found = code_in_place()
+    clone.root.rename(tmp_path / name)
+    monkeypatch.setattr(code_version, "ROOT", tmp_path / name)
+    code_in_place.cache_clear()
+    assert code_in_place() == found
+
+
+def test_files_of_editors_and_of_runs_are_no_code(clone):
+    before = code_in_place()
+    # A lock of Emacs is a link to nowhere; a run and a sweep whose folders git does not ignore
+    (clone.root / "minigpt/model/.#gpt.py").symlink_to("me@host.1")
+    for folder in ("out", "sweep/seed=1"):
+        for file in (".hydra/config.yaml", "wandb/run/files/config.yaml"):
+            path = clone.root / folder / file
+            path.parent.mkdir(parents=True)
+            path.write_text("seed: 1\n", encoding="utf-8")
+    (clone.root / "code.json").write_text("[]", encoding="utf-8")
+    code_in_place.cache_clear()
+    assert code_in_place() == before
+    # Others are, whatever their names mean to git
+    names = ["minigpt/:(glob)x.py", "minigpt/a[1]*.py", 'minigpt/"\n.py', "out.py"]
+    for name in names:
+        (clone.root / name).touch()
+    code_in_place.cache_clear()
+    assert code_in_place()[1].count("new file") == len(names)
+
+
+def test_the_checksum_is_that_of_any_ends_of_lines(clone):
+    before = code_sha256(clone.root)
+    file = clone.root / "minigpt/model/gpt.py"
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    assert code_sha256(clone.root) == before

@@ -28,6 +28,7 @@ from minigpt.runs.code_version import (
     Version,
     describe,
     index_of,
+    run_git,
     write_patch,
 )
 from minigpt.runs.overrides import quote_override
@@ -72,17 +73,15 @@ def _commit_of(revision: str) -> str:
             "none; leave code out, or clone it and pip install -e it"
         )
     name = "HEAD" if revision == WORKING_TREE else revision
-    command = ["git", "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}"]
     try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
-        ).stdout.strip()
-    except OSError as error:
+        found = run_git(ROOT, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}")
+        return found.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"code={revision} needs git, which does not start: {error}") from error
     except subprocess.CalledProcessError as error:
         is_shallow = (ROOT / ".git/shallow").exists()
         advice = "; this clone is shallow, git fetch --unshallow gets the rest" * is_shallow
-        reason = error.stderr.strip().partition("\n")[0]
+        reason = os.fsdecode(error.stderr).strip().partition("\n")[0]
         known = "" if "Needed a single revision" in reason else f" ({reason})"
         raise UserError(
             f"code must be a revision of git in {ROOT}, or . for the working tree, got {revision}"
