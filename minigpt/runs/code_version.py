@@ -73,14 +73,8 @@ def describe(
     """
     # Not of `git diff`, whose format is that of the user
     changes = ("diff-index", "--cached", "--no-ext-diff", "--no-textconv", "--no-color", commit)
-    # Of large files git writes no patch
-    raw = git(*changes, "--raw", "--no-abbrev", "--no-renames")
-    blobs = [line.split(maxsplit=4)[3] for line in raw.splitlines()]
-    sizes = git("cat-file", "--batch-check=%(objectsize)", given="\n".join(blobs)).splitlines()
-    patch = ""
-    if sum(int(size) for size in sizes if size.isdecimal()) <= 10 * MAX_PATCH_BYTES:
-        patch = git(*changes, "--binary", "--find-renames")
-    if blobs and not 0 < len(patch) <= MAX_PATCH_BYTES:
+    patch = git(*changes, "--binary", "--find-renames")
+    if len(patch) > MAX_PATCH_BYTES:
         patch = git(*changes, "--stat")[:MAX_PATCH_BYTES]
     version = {
         "code": revision,

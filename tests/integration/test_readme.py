@@ -45,7 +45,7 @@ SHORT += ["data.batch_size=4", "callbacks.samples.max_new_tokens=5", "originalit
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 NARROW = ["model.n_head=2", "model.n_embd=32"]
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
-SLOW = {"-m", "minutes=10", *PROCESSES}
+SLOW = {"-m", "minutes=10", "code=v0.1", *PROCESSES}
 # Run by test_serve_script.py, by test_recipes.py and, with torchrun, by test_hosts.py; pip and
 # pytest are what set up and run this test.
 ELSEWHERE = {"scripts/serve.py", "scripts/bench", "pip", "pytest"}
@@ -84,8 +84,15 @@ def documents(once, monkeypatch, tmp_path):
     ],
     ids=" ".join,
 )
-def test_every_script_command_runs(command, text, documents, gpt2_folder, call, monkeypatch):
+def test_every_script_command_runs(
+    command, text, documents, gpt2_folder, call, monkeypatch, request
+):
     script, *arguments = command[1:]
+    if "code=" in " ".join(arguments):
+        clone = request.getfixturevalue("clone")
+        for name in ("second", "third", "v0.1"):
+            clone.commit(name)
+        clone.git("branch", "my-branch")
     Path("my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     Path("openai-community").mkdir()
     for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):

@@ -131,6 +131,8 @@ def _checksum(cfg: DictConfig) -> str:
     With names and settings as in earlier versions, whose sweeps find their plans by it.
     """
     settings = relevant_settings(cfg)
+    if settings.get("code") is None:
+        settings.pop("code", None)
     for key, value in settings.items():
         if isinstance(value, str):
             settings[key] = _EARLIER.get(value, value)
