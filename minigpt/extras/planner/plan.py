@@ -67,6 +67,7 @@ LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
 LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
 TIMED_STEPS = 80  # to measure a size, at most
+SETTLED_STEPS = (6, 13)  # after which fewer threads are tried, and which have those if they are
 SLOW = 5  # times the time to measure a size, after which two steps of it are enough
 MEASURING = 0.005  # of the time at most, to measure a size
 COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
@@ -230,12 +231,17 @@ def step_seconds(
     *,
     seconds: float,
     config: GPTConfig | None = None,
+    settle: bool = False,
 ) -> float:
     """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four, or two slow
-    ones; return their median time. The architecture is `config`, or by default that of `cfg`.
+    ones; return their median time.
 
     The first half does not count, in which memory is allocated, nor does compilation, in the first
     step.
+
+    Args:
+        config: the architecture, by default that of `cfg`.
+        settle: take as many as it needs to find the threads that have cores, and their speed.
     """
     set_up_process()
     accelerator = cfg.trainer.accelerator
@@ -277,8 +283,9 @@ def step_seconds(
                 torch.accelerator.synchronize()
             threads.end()
             times.append(time.perf_counter())
+            least = SETTLED_STEPS[torch.get_num_threads() < threads.most] if settle else 4
             measured = times[-1] - times[1]  # the first step compiles
-            if measured > seconds and (len(times) > 4 or measured > SLOW * seconds):
+            if measured > seconds and (len(times) > least or measured > SLOW * seconds):
                 break
     return (
         median(b - a for a, b in pairwise(times[len(times) // 2 :]))

@@ -53,11 +53,11 @@ def time_recipe(
     # Measure steps; the compiler finds most of its work done when it compiles a model again
     budget = seconds_left(cfg, deadline)
     sized = updated(cfg, {"model.block_size": config.block_size})
-    measured: Settings = {"seconds": min(4.0, 6 * MEASURING * budget), "config": config}
+    longer = min(4.0, 6 * MEASURING * budget)
     if cfg.compile:
-        step_seconds(sized, corpus, **measured)
+        step_seconds(sized, corpus, seconds=0.0, config=config)
     begun = time.perf_counter()
-    step = TRAINER * step_seconds(sized, corpus, **measured)
+    step = TRAINER * step_seconds(sized, corpus, seconds=longer, config=config, settle=True)
     seconds = deadline - time.perf_counter() - OVERHEAD - drawing_seconds(sized, step, budget)
     if cfg.compile:
         seconds -= time.perf_counter() - begun

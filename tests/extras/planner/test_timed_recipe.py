@@ -1,11 +1,13 @@
 """With `minutes=`, a recipe and the model of `init_from=` are trained as they are, for a time."""
 
 import json
+import math
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 from refusals import refused
 from small_runs import column, composed, small_run
@@ -44,7 +46,7 @@ def test_what_counts_steps_is_in_proportion_to_those_that_the_time_allows():
 
 def test_steps_and_validations_fill_the_time_of_a_recipe():
     random = np.random.default_rng(0)
-    for _ in range(2000):
+    for _ in range(500):
         recipe = a_recipe(
             max_steps=int(random.integers(1, 300)), eval_every=int(random.integers(1, 300))
         )
@@ -85,7 +87,7 @@ def timed(text, tmp_path, monkeypatch):
         corpus = load_corpus(cfg.data, cfg.tokenizer)
         config = model or GPTConfig(**{**cfg.model, "vocab_size": 100})
 
-        def step_seconds(cfg, corpus, *, seconds, config):
+        def step_seconds(cfg, corpus, *, seconds, config, settle=False):
             clock.now += seconds + compiling
             return planning.tokens_per_step(cfg) * config.flops_per_token() / speed
 
@@ -149,6 +151,38 @@ def test_compilation_is_part_of_the_time(timed):
     too_short = r"minutes=1 end before the first step, of .* s; give more minutes, or validate on "
     refused(rf"{too_short}.*, or set compile=false$", timed, *compiled, compiling=40)
     refused(rf"{too_short}a part with eval_batches=…$", timed, *FAST, seconds=5)
+
+
+@pytest.mark.parametrize(("busy", "settle", "steps"), [(0, 0, 4), (0, 1, 6), (1, 0, 4), (1, 1, 13)])
+def test_steps_are_measured_with_the_threads_that_have_cores(
+    text, tmp_path, monkeypatch, busy, settle, steps
+):
+    taken = []
+
+    class Balancer:
+        most = 2
+
+        def __init__(self, **settings):
+            torch.set_num_threads(2)
+
+        def start(self):
+            taken.append(torch.get_num_threads())
+
+        def end(self):
+            if busy and len(taken) == 6:  # as `ThreadBalancer` does after three and three steps
+                torch.set_num_threads(1)
+
+    monkeypatch.setattr(planning, "ThreadBalancer", Balancer)
+    monkeypatch.setattr(planning, "SLOW", math.inf)
+    cfg = composed(*small_run(text, tmp_path, "trainer.precision=32-true"))
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    before = torch.get_num_threads()
+    try:
+        planning.step_seconds(cfg, corpus, seconds=1e-9, settle=bool(settle))
+    finally:
+        torch.set_num_threads(before)
+    assert len(taken) == steps
+    assert taken[6:] == [1] * len(taken[6:])
 
 
 class Lost(LanguageModel):
