@@ -7,6 +7,8 @@ from pathlib import Path
 
 from small_runs import ROOT
 
+from minigpt.extras.research import code_trees
+from minigpt.runs import code_version
 from minigpt.runs.code_version import code_in_place
 
 FOLDERS = ("minigpt", "scripts", "configs", "hydra_plugins")
@@ -50,3 +52,16 @@ class Clone:
         assert old in text
         path.write_text(text.replace(old, new, 1), encoding="utf-8")
         code_in_place.cache_clear()
+
+    def script(self, *lines: str) -> None:
+        """Replace the script that trains: `folder` is that of the run."""
+        last = "folder = Path(sys.argv[-1].partition('=')[2].strip(chr(39)))"
+        head = ["import json, os, signal, sys, time", "from pathlib import Path", last]
+        text = "\n".join([*head, *lines, ""])
+        (self.root / "scripts/train.py").write_text(text, encoding="utf-8")
+
+
+def take_code_from(root: Path) -> None:
+    """Make a clone that of this process: an argument `prepare` of `Script`."""
+    code_version.ROOT = root
+    code_trees.ROOT = root

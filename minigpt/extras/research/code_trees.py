@@ -33,12 +33,23 @@ from minigpt.runs.code_version import (
 )
 from minigpt.runs.overrides import quote_override
 from minigpt.runs.run_config import RUN_RULES
-from minigpt.runs.run_dir import LOG, SUMMARY, previous_summary, write_summary
+from minigpt.runs.run_dir import LOG, previous_summary, write_summary
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.files import read_json, sha256_json, write_json
 from minigpt.utils.ranks import rank_variables
 from minigpt.utils.scripts import INSTALLED, ROOT
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals
+
+IGNORE = ".gitignore"
+IGNORED = "*\n"
+# Starts a command; where it can, so that it ends with the process that waits for it
+_START = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 def code_tree(revision: str, folder: Path) -> Path:
@@ -47,17 +58,22 @@ def code_tree(revision: str, folder: Path) -> Path:
     Raises:
         UserError: the code in place is no clone, or git does not know the revision.
     """
-    slug = "working-tree" if revision == WORKING_TREE else re.sub(r"[^\w.-]+", "-", revision)[:60]
-    tree = folder / TREES / f"{slug}-{sha256_json(revision)[:6]}"
+    tree = folder / TREES / _tree_name(revision)
     if not (tree / STAMP).exists():
         commit = _commit_of(revision)
-        tree.parent.mkdir(parents=True, exist_ok=True)
-        # So that git does not take it for files of the working tree
-        (tree.parent / ".gitignore").write_text("*\n", encoding="utf-8")
+        if not tree.parent.exists():  # else it is the user's
+            tree.parent.mkdir(parents=True)
+            # So that git does not take it for files of the working tree
+            (tree.parent / IGNORE).write_text(IGNORED, encoding="utf-8")
         with TemporaryDirectory(dir=tree.parent) as partial:
             _write_version(revision, commit, Path(partial))
             Path(partial).rename(tree)
     return tree
+
+
+def _tree_name(revision: str) -> str:
+    slug = "working-tree" if revision == WORKING_TREE else re.sub(r"[^\w.-]+", "-", revision)[:60]
+    return f"{slug}-{sha256_json(revision)[:6]}"
 
 
 def version_of(tree: Path) -> Version:
@@ -118,11 +134,25 @@ def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
         raise UserError(f"code must be null in a process of torchrun or srun, got {cfg.code}")
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN
+    before = previous_summary(folder)
+    began = _began(folder)
+    kept = {file.name for file in (folder / TREES).glob("*")} - {IGNORE}
+    if began is None and _tree_name(cfg.code) in kept and not in_sweep:
+        # Of a process that was killed before its run
+        _remove(folder / TREES / _tree_name(cfg.code))
+        kept.remove(_tree_name(cfg.code))
     tree = code_tree(cfg.code, Path(str(hydra.sweep.dir)) if in_sweep else folder)
     try:
-        ended = _wait_for(_command(tree, folder), tree, in_sweep=in_sweep)
+        ended = _wait_for(_command(tree, folder), tree)
     finally:
-        _complete_summary(folder, tree)
+        # A run that the process refused, or that is complete, stays as it was
+        is_new = _began(folder) not in (None, began)
+        if is_new:
+            resumed = cfg.resume == "auto" and began is not None and not in_sweep
+            earlier = before.get("code_sha256", "" if kept == {tree.name} else "unknown")
+            _complete_summary(folder, tree, earlier if resumed else "")
+        elif not in_sweep and tree.name not in kept:
+            _remove(tree)
     for signum in END_SIGNALS:
         if ended in (-signum, Interrupted(signum).exit_code):
             raise Interrupted(signum)
@@ -131,6 +161,20 @@ def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
         error.exit_code = max(ended, 1)  # it was killed
         raise error
     return previous_summary(folder).get("best_val_loss")
+
+
+def _began(folder: Path) -> int | None:
+    # When the last training in a folder began; each writes its configuration.
+    with suppress(OSError):
+        return (folder / ".hydra/config.yaml").stat().st_mtime_ns
+    return None
+
+
+def _remove(tree: Path) -> None:
+    shutil.rmtree(tree, ignore_errors=True)
+    ignore = tree.parent / IGNORE
+    if [*tree.parent.iterdir()] == [ignore] and ignore.read_text("utf-8") == IGNORED:
+        shutil.rmtree(tree.parent, ignore_errors=True)
 
 
 def _command(tree: Path, folder: Path) -> list[str | Path]:
@@ -153,11 +197,15 @@ def _command(tree: Path, folder: Path) -> list[str | Path]:
     return [sys.executable, script, f"--config-name={hydra.job.config_name}", *task, *added]
 
 
-def _wait_for(command: Sequence[str | Path], tree: Path, *, in_sweep: bool) -> int:
+def _wait_for(command: Sequence[str | Path], tree: Path) -> int:
     path = os.pathsep.join(filter(None, [str(tree.absolute()), os.environ.get("PYTHONPATH")]))
-    # The signals that end a sweep go to the process group of its worker. A run of its own is in
-    # a group of its own, and gets each signal once: from here.
-    own_group = not in_sweep and sys.platform != "win32"
+    # The signals that end a sweep go to the process group of its worker, or to all processes of a
+    # job of SLURM. Any other run is in a group of its own, and gets each signal once: from here.
+    hydra = HydraConfig.get()
+    worker = hydra.launcher["_target_"].removeprefix("hydra_plugins.minigpt_sweeps.")
+    in_worker = hydra.mode == RunMode.MULTIRUN and worker in ("Joblib", "Submitit")
+    to_group = in_worker and hydra.launcher.get("cluster") != "local"
+    own_group = not to_group and sys.platform != "win32"
     started = None
 
     def forward(signum: int, _: object) -> None:
@@ -165,23 +213,31 @@ def _wait_for(command: Sequence[str | Path], tree: Path, *, in_sweep: bool) -> i
             with suppress(OSError):
                 started.send_signal(signum)
 
+    if sys.platform != "win32":
+        command = [sys.executable, "-ISc", _START, str(os.getpid()), *command]
     # submitit handles SIGUSR1
-    handled = [signal.SIGINT, signal.SIGTERM] if in_sweep else END_SIGNALS
+    handled = [signal.SIGINT, signal.SIGTERM] if in_worker else END_SIGNALS
     with handle_signals(handled, forward):
         started = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": path, "MINIGPT_SCRIPTS": str(ROOT / "scripts")},
             process_group=0 if own_group else None,
         )
-        return started.wait()
+        try:
+            return started.wait()
+        except BaseException:  # submitit ends a job that starts again
+            started.terminate()
+            started.wait()
+            raise
 
 
-def _complete_summary(folder: Path, tree: Path) -> None:
-    # An earlier version does not write its code.
+def _complete_summary(folder: Path, tree: Path, earlier: str) -> None:
+    # An earlier version does not write its code. Steps of several versions are those of none.
     summary = previous_summary(folder)
-    if (folder / SUMMARY).exists() and "code_sha256" not in summary:
+    if summary and "code_sha256" not in summary:
         version = version_of(tree)
-        write_summary(folder, {**summary, **version})
+        checksums = dict.fromkeys([*earlier.split(), version["code_sha256"]])
+        write_summary(folder, {**summary, **version, "code_sha256": " ".join(checksums)})
         if version["dirty"]:
             shutil.copy(tree / PATCH, folder)
 
@@ -189,6 +245,9 @@ def _complete_summary(folder: Path, tree: Path) -> None:
 def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
     # The last line that the process wrote, which a terminal shows already.
     log = folder / LOG
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"its process was killed ({name}), possibly out of memory"
     if in_sweep and log.exists():
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         written = [line.strip() for line in lines if line.strip()]

@@ -2,12 +2,18 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
-from clones import FOLDERS
+from clones import FOLDERS, take_code_from
+from processes import Script
 from refusals import refused
-from small_runs import rows
+from small_runs import rows, small_run, wait_until
 
 from minigpt.extras.research import code_trees
 from minigpt.extras.research.code_trees import code_tree, version_of
@@ -107,3 +113,110 @@ def test_a_run_trains_with_the_code_of_an_earlier_version_that_lacks_its_setting
     assert {name: run.summary[name] for name in expected} == expected
     assert (tree / "minigpt/model/gpt.py").is_file()
     assert json.loads((tree / "code.json").read_text(encoding="utf-8")) == expected
+
+
+# Of earlier versions, which do not write their code
+TRAINS = (
+    "(folder / '.hydra').mkdir(parents=True, exist_ok=True)",
+    "(folder / '.hydra/config.yaml').write_text(str(time.time_ns()))",
+    "(folder / 'summary.json').write_text(json.dumps({'commit': None, 'best_val_loss': 1.5}))",
+)
+
+
+def files(folder):
+    found = [file for file in folder.rglob("*") if file.is_file()]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in found}
+
+
+def earlier_run(folder):
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra/config.yaml").write_text("seed: 1", encoding="utf-8")
+    summary = {"commit": "1f5c", "dirty": False, "best_val_loss": 2.0}
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # One that ended, which init has not taken yet
+    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("resume", ["null", "auto"])
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_run_that_a_version_does_not_change_stays_with_the_files_of_the_user(
+    clone, train, tmp_path, resume, status
+):
+    run = earlier_run(tmp_path / "run")
+    (run / "code").mkdir()
+    (run / "code/.gitignore").write_text("mine", encoding="utf-8")
+    before = files(run)
+    clone.script(f"sys.exit({status})")
+    if status:
+        refused("code=.: its process ended with exit code 2", train, "code=.", f"resume={resume}")
+    else:
+        assert train("code=.", f"resume={resume}").loss == 2.0
+    assert files(run) == before
+
+
+def test_a_version_that_does_not_start_leaves_nothing_and_is_written_again(clone, train, tmp_path):
+    clone.script("sys.exit(2)")
+    refused("its process ended with exit code 2", train, "code=.")
+    assert not (tmp_path / "run").exists()
+    # Killed before its run began, it leaves its code
+    code_tree(".", tmp_path / "run")
+    clone.script(*TRAINS)
+    run = train("code=.")
+    assert run.loss == 1.5
+    assert version_of(code_tree(".", run.folder))["code_sha256"] == run.summary["code_sha256"]
+
+
+def test_a_run_that_resumes_with_other_code_has_the_checksums_of_all(clone, train, tmp_path):
+    clone.script(*TRAINS)
+    clone.commit("one")
+    one = code_sha256(clone.root)
+    clone.edit("minigpt/model/gpt.py", "std = 0.02", "std = 0.03")
+    clone.commit("two")
+    two = code_sha256(clone.root)
+    for names, expected in (
+        (["one", "one"], [one]),
+        (["one", "two", "one"], [one, two]),
+        (["", "two"], ["unknown", two]),
+    ):
+        folder = tmp_path / "-".join(["run", *names])
+        if names[0] == "":
+            earlier_run(folder)
+        else:
+            train(f"code={names[0]}", folder=folder)
+        for name in names[1:]:
+            run = train(f"code={name}", "resume=auto", folder=folder)
+        assert run.summary["code_sha256"].split() == expected
+    # Killed before it wrote its summary, a run had the code that its folder has
+    folder = tmp_path / "run-one-one"
+    (folder / "summary.json").unlink()
+    assert train("code=one", "resume=auto", folder=folder).summary["code_sha256"] == one
+
+
+def test_a_version_that_is_killed_has_a_reason(clone, train):
+    clone.script(*TRAINS, "os.kill(os.getpid(), signal.SIGKILL)")
+    refused(r"code=\.: its process was killed \(SIGKILL\), possibly out of memory", train, "code=.")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_the_process_of_a_version_ends_with_the_run(clone, text, tmp_path, signum):
+    clone.script(*TRAINS, "(folder / 'pid').write_text(str(os.getpid()))", "time.sleep(300)")
+    process = Script(
+        "train.py",
+        *small_run(text, tmp_path / "data", "code=.", f"hydra.run.dir={tmp_path}/run"),
+        output=tmp_path / "out",
+        prepare=partial(take_code_from, clone.root),
+    )
+    pid = tmp_path / "run/pid"
+    assert process.wait_for(lambda: pid.exists() and pid.read_text("utf-8")), process.stderr
+    process.signal(signum)
+    assert process.wait() == 128 + signum
+    wait_until(lambda: not alive(int(pid.read_text("utf-8"))))
