@@ -205,17 +205,29 @@ def test_a_version_that_is_killed_has_a_reason(clone, train):
     refused(r"code=\.: its process was killed \(SIGKILL\), possibly out of memory", train, "code=.")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_the_process_of_a_version_ends_with_the_run(clone, text, tmp_path, signum):
-    clone.script(*TRAINS, "(folder / 'pid').write_text(str(os.getpid()))", "time.sleep(300)")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends it with its parent")
+
+
+@pytest.mark.parametrize(
+    ("signum", "sweeps"),
+    [
+        pytest.param(signal.SIGKILL, [], marks=LINUX),
+        (signal.SIGTERM, []),
+        (signal.SIGTERM, ["-m", "hydra/launcher=basic", "seed=1,2"]),
+    ],
+)
+def test_the_process_of_a_version_ends_with_the_run(clone, text, tmp_path, signum, sweeps):
+    pid = tmp_path / "pid"
+    clone.script(*TRAINS, f"Path({str(pid)!r}).write_text(str(os.getpid()))", "time.sleep(300)")
+    kind = "sweep" if sweeps else "run"
+    folder = f"hydra.{kind}.dir={tmp_path}/{kind}"
     process = Script(
         "train.py",
-        *small_run(text, tmp_path / "data", "code=.", f"hydra.run.dir={tmp_path}/run"),
+        *sweeps,
+        *small_run(text, tmp_path / "data", "code=.", folder),
         output=tmp_path / "out",
         prepare=partial(take_code_from, clone.root),
     )
-    pid = tmp_path / "run/pid"
     assert process.wait_for(lambda: pid.exists() and pid.read_text("utf-8")), process.stderr
     process.signal(signum)
     assert process.wait() == 128 + signum
