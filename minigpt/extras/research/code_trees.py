@@ -40,6 +40,7 @@ from minigpt.utils.ranks import rank_variables
 from minigpt.utils.scripts import INSTALLED, ROOT
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals
 
+OF_CODE_IN_PLACE = "MINIGPT_SCRIPTS"  # its scripts, for a process of another version
 IGNORE = ".gitignore"
 IGNORED = "*\n"
 # Starts a command; where it can, so that it ends with the process that waits for it
@@ -56,9 +57,15 @@ def code_tree(revision: str, folder: Path) -> Path:
     """Return the folder of a version of the code, which is written once into `folder`/code.
 
     Raises:
-        UserError: the code in place is no clone, or git does not know the revision.
+        UserError: the code in place is no clone, git does not know the revision, or no process can
+            import from the folder.
     """
     tree = folder / TREES / _tree_name(revision)
+    if os.pathsep in str(tree.absolute()):
+        raise UserError(
+            f"code={revision} needs a folder without {os.pathsep} in its name, got {folder}; "
+            "choose another with hydra.run.dir=… or hydra.sweep.dir=…"
+        )
     if not (tree / STAMP).exists():
         commit = _commit_of(revision)
         if not tree.parent.exists():  # else it is the user's
@@ -132,6 +139,8 @@ def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
     require("code", cfg.code, *RUN_RULES["code"])
     if rank_variables():
         raise UserError(f"code must be null in a process of torchrun or srun, got {cfg.code}")
+    if OF_CODE_IN_PLACE in os.environ:  # and this process has not imported another
+        raise RunError(f"code={cfg.code} is not what its process imports, which is {ROOT}")
     hydra = HydraConfig.get()
     in_sweep = hydra.mode == RunMode.MULTIRUN
     before = previous_summary(folder)
@@ -220,7 +229,7 @@ def _wait_for(command: Sequence[str | Path], tree: Path) -> int:
     with handle_signals(handled, forward):
         started = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": path, "MINIGPT_SCRIPTS": str(ROOT / "scripts")},
+            env={**os.environ, "PYTHONPATH": path, OF_CODE_IN_PLACE: str(ROOT / "scripts")},
             process_group=0 if own_group else None,
         )
         try:

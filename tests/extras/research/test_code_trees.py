@@ -97,6 +97,12 @@ def test_what_is_no_version_gets_one_line_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_from_which_no_process_can_import_is_refused(clone, tmp_path):
+    folder = tmp_path / f"10{os.pathsep}00"
+    refused(f"code=main needs a folder without {os.pathsep}", code_tree, "main", folder)
+    assert not folder.exists()
+
+
 def test_a_run_trains_with_the_code_of_an_earlier_version_that_lacks_its_settings(clone, train):
     # Without the record of code, as before there was one; all logits are 0 at its start
     clone.edit("minigpt/model/gpt.py", "else 0.02", "else 0.0")
