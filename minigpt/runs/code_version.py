@@ -86,14 +86,17 @@ def describe(
 
 
 def code_sha256(root: Path) -> str:
-    """Return the checksum of the Python files of the package; a wheel has scripts inside."""
+    """Return the checksum of the Python files of the package; a wheel has scripts inside.
+
+    Hidden ones are left out, which editors write.
+    """
     package = root if (root / "__init__.py").exists() else root / "minigpt"
     files = {file.relative_to(package).as_posix(): file for file in package.rglob("*.py")}
     return sha256_json(
         {
             name: hashlib.sha256(file.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
             for name, file in files.items()
-            if not name.startswith("scripts/") and file.is_file()
+            if not name.startswith("scripts/") and "/." not in f"/{name}" and file.is_file()
         }
     )
 

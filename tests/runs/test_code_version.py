@@ -56,6 +56,7 @@ def test_uncommitted_changes_are_a_patch_which_makes_them_again(clone, tmp_path)
     [
         ("minigpt/model/gpt.py", True),
         ("minigpt/extras/planner/plan.py", True),
+        ("minigpt/model/.ipynb_checkpoints/gpt.py", False),
         ("scripts/train.py", False),
         ("configs/train.yaml", False),
         ("README.md", False),
@@ -63,6 +64,7 @@ def test_uncommitted_changes_are_a_patch_which_makes_them_again(clone, tmp_path)
 )
 def test_the_checksum_is_that_of_the_package(clone, file, differs):
     before = code_sha256(clone.root)
+    (clone.root / file).parent.mkdir(exist_ok=True)
     with open(clone.root / file, "a", encoding="utf-8") as opened:
         opened.write("# a comment\n")
     assert (code_sha256(clone.root) != before) == differs
