@@ -38,8 +38,11 @@ def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
     place = {seed: i for i, seed in enumerate(seeds)}
     # Find the seeds that the folder has begun; those that never ran are no points any more.
     begun = 0
+    folders = {point.folder for point in points}
+    grid.existing = {
+        identity: point for identity, point in grid.existing.items() if point.folder not in folders
+    }
     for point in points:
-        grid.existing.pop(point.identity, None)
         if point.status not in (SKIPPED, WAITING):
             begun = max(begun, place[point.seed] + 1)
     rows_of_grid = {point.row for point in points}
