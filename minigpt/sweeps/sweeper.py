@@ -374,8 +374,16 @@ class Grid(Sweeper):
         Args:
             steps: where points pause, by their folder; others do not run.
         """
-        # Select those that are not there yet, the longest first: workers end at about one time.
-        ordered = sorted(batch, key=lambda point: -point.planned_flops)
+        # Select those that are not there yet, the longest first: workers end at about one time. Of
+        # equal minutes, seed by seed: what slows the machine meanwhile slows all rows.
+        seeds = [point.seed for point in batch]
+        ordered = sorted(
+            batch,
+            key=lambda point: (
+                is_planned(point.settings) and seeds.index(point.seed),
+                -point.planned_flops,
+            ),
+        )
         pending = [
             point for point in ordered if point.pending and (steps is None or point.folder in steps)
         ]

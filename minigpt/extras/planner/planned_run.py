@@ -1,6 +1,8 @@
 """The plan of a run as overrides: made once, kept in `plan.json`, read where the run resumes.
 
-The runs of a sweep that differ in their seed alone share a plan.
+The runs of a sweep that differ in their seed alone share the plan of a new model. Where steps alone
+are planned, or versions of the code are compared, each run has its own: what is measured has noise,
+which would else be that of a row, and no number of seeds would show it.
 """
 
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ def plan_overrides(
     arguments = (cfg, folder, corpus, config, given, started + 60 * cfg.minutes)
     if cfg.resume == "auto" and file.exists():
         plan = _read_plan(file)
-    elif (folder.resolve().parent / PLAN).exists():
+    elif _is_shared(cfg, folder, given):
         shared = folder.resolve().with_name(f".plan-{_checksum(cfg)[:16]}.json")
         with FileLock(f"{shared}.lock"):
             if not shared.exists():
@@ -78,6 +80,11 @@ def plan_overrides(
             "margin": margin,
         }
     return settings, corpus
+
+
+def _is_shared(cfg: DictConfig, folder: Path, given: set[str]) -> bool:
+    has_own = is_recipe(cfg, given) or cfg.get("code") is not None
+    return not has_own and (folder.resolve().parent / PLAN).exists()
 
 
 def _new_plan(

@@ -251,7 +251,7 @@ def test_groups_of_a_planned_model_are_selected_only_without_a_recipe():
     assert planned_overrides({"experiment": "null,fast_cpu"}) == []
 
 
-def test_runs_of_a_row_share_the_plan_of_their_recipe(text, tmp_path, monkeypatch):
+def test_each_run_of_a_sweep_plans_the_steps_of_its_recipe_itself(text, tmp_path, monkeypatch):
     made = iter(range(100, 200))
 
     def time_recipe(*args, deadline):
@@ -263,13 +263,11 @@ def test_runs_of_a_row_share_the_plan_of_their_recipe(text, tmp_path, monkeypatc
     (tmp_path / "sweep/sweep.json").write_text("{}")
     for line, steps in {
         "seed=1": 100,
-        "seed=2": 100,
+        "seed=2": 101,
         "seed=1 resume=auto": 100,
         "seed=1 resume=auto max_steps=90": 90,
-        "seed=2 max_steps=80": 100,  # at most, as many as the recipe has
-        "seed=2 schedule=cosine": 101,  # with the warmup of the recipe
-        "seed=2 minutes=2": 102,
-        "seed=1 minutes=2": 102,
+        "seed=2 max_steps=80": 102,  # at most, as many as the recipe has
+        "seed=2 schedule=cosine": 103,  # with the warmup of the recipe
     }.items():
         folder = tmp_path / "sweep" / line[:6]
         folder.mkdir(exist_ok=True)
