@@ -6,6 +6,7 @@ when it was written.
 
 import hashlib
 import itertools
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,12 +121,12 @@ def index_of(root: Path, revision: str) -> Iterator[Git]:
         if revision == WORKING_TREE:
             # What is added becomes objects, in a folder that is removed. Quoted, because colons
             # separate folders.
-            objects = git("rev-parse", "--git-path", "objects").removesuffix("\n")
-            folder_of_objects = (root / objects).as_posix()
-            quoted = folder_of_objects.replace("\\", r"\\").replace('"', r"\"")
+            objects = root / git("rev-parse", "--git-path", "objects").removesuffix("\n")
             environment |= {
                 "GIT_OBJECT_DIRECTORY": folder,
-                "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": json.dumps(
+                    objects.as_posix(), ensure_ascii=False
+                ),
             }
             git("add", "--update")
             others = ("ls-files", "-z", "--others", "--exclude-standard", "--")
@@ -177,7 +178,7 @@ def write_patch(folder: Path, patch: str) -> None:
 
 def is_other_code(code: object) -> bool:
     """Return whether the setting `code` names another version than this process runs."""
-    return code not in (None, code_in_place()[0]["code"])
+    return code is not None and code != code_in_place()[0]["code"]
 
 
 def code_label(version: Mapping[str, Any]) -> str:

@@ -185,7 +185,9 @@ def _names(points: Sequence[Point]) -> list[str]:
 
 
 def _differs(points: Sequence[Point], name: str) -> bool:
-    return len({repr(point.value(name)) for point in points}) > 1
+    # Of a point that did not compose, the code is not known, and does not matter.
+    known = [point for point in points if name != "code" or point.status != SKIPPED]
+    return len({repr(point.value(name)) for point in known}) > 1
 
 
 def _rows(points: Sequence[Point], unit: str, short: Mapping[str, str]) -> list[Row]:

@@ -63,6 +63,13 @@ def test_the_same_code_under_two_names_is_two_rows(clone, plan):
     assert [row.label() for row in ranked([one, other]).rows] == ["code=HEAD", "code=."]
 
 
+def test_points_that_are_impossible_or_the_same_as_others_are_of_no_other_code(clone, plan):
+    sweeper = plan("model.n_head=3,4", "max_steps=10,1e1", "seed=1", engine=Recording())
+    table = ranked(read_sweep(sweeper.folder))
+    assert [*table.short_names] == ["model.n_head"]
+    assert {row.status for row in table.rows} == {"completed", "skipped"}
+
+
 @pytest.mark.parametrize("arguments", [("code=main,nosuch", "seed=1"), ("code=x", "seed=1,2")])
 def test_a_revision_that_git_does_not_know_ends_the_sweep_before_it_writes(
     clone, plan, tmp_path, arguments
