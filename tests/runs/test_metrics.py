@@ -212,12 +212,14 @@ def test_a_summary_is_what_was_measured(run, loop):
     wall = run.summary["wall_seconds"]
     last = [row["seconds"] for row in run.rows if row["seconds"]][-1]
     assert float(last) <= seconds < wall < run.wall
-    commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
+    untracked = ["git", "ls-files", "--others", "--exclude-standard", "*.py", "*.yaml"]
+    commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"], untracked]
     git = [
         subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
         for command in commands
     ]
-    commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
+    printed = [result.stdout.strip() if result.returncode == 0 else None for result in git]
+    (commit, *changes) = printed
     train = str(SCRIPTS / "train.py")
     n_bytes = len(loop.text[2400:].encode())
     assert run.summary["device"].startswith("cpu, ")
@@ -231,7 +233,9 @@ def test_a_summary_is_what_was_measured(run, loop):
         "device": run.summary["device"],
         "originality": run.summary["originality"],
         "commit": commit,
-        "dirty": None if commit is None else bool(changes),
+        "dirty": None if commit is None else any(changes),
+        "code": None,
+        "code_sha256": run.summary["code_sha256"],
         "best_step": best,
         "steps": 12,
         "world_size": run.world,

@@ -60,7 +60,8 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     kept = content["minigpt"]
     assert content["global_step"] == kept["config"]["max_steps"] == 20
     assert kept["corpus_sha256"] == summary["corpus_sha256"]
-    names = {"command", "host", "versions", "commit", "dirty", "init_from", "resumed_from"}
+    names = {"command", "host", "versions", "init_from", "resumed_from"}
+    names |= {"code", "commit", "dirty", "code_sha256"}
     assert kept["provenance"] == {name: summary[name] for name in names}
     refused("already holds a run", minigpt.train, [f"hydra.run.dir={folder}"])
     assert OmegaConf.load(folder / ".hydra/overrides.yaml") == recorded
