@@ -46,6 +46,8 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     folder = finished.folder
     summary = finished.summary
     results = {"metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"}
+    if summary["dirty"]:
+        results.add("code.diff")
     assert {file.name for file in folder.iterdir()} == {*results, "checkpoints", ".hydra", ".lock"}
     files = {"best.safetensors", "last.safetensors", "previous.safetensors", "snapshots"}
     assert {file.name for file in (folder / "checkpoints").iterdir()} == files
