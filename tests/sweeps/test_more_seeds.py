@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from scipy import stats
 from sweep_folders import points_of, run_folder
 
-from minigpt.extras.research.more_seeds import looks
+from minigpt.extras.research.more_seeds import looks, unclear
 from minigpt.sweeps.comparison import compare
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import report
@@ -148,6 +148,17 @@ def test_a_sweep_resumes_with_more_seeds_and_other_widths_and_never_lists_those_
     assert {point.status for point in read_sweep(few.folder)} == {COMPLETED}
     assert f"{len(seeds_of(few))} of 10 seeds were enough: 1, 2, 3" in capsys.readouterr().err
     assert len(seeds_of(few)) <= 5
+
+
+def test_rows_that_share_no_seeds_yet_are_not_clear():
+    # As of an old sweep, whose runs are of unknown code, and of the seeds that it adds
+    shape = {"model.n_head": "24", "seed": "1234"}
+    points = points_of(shape, lambda head, seed: 3 + int(head) / 10 + int(seed) / 100)
+    apart = [point for i, point in enumerate(points) if (i < 4) == (point.seed in "12")]
+    table = ranked(apart)
+    assert (len(apart), table.comparison) == (4, None)
+    rows = {point.row for point in apart}
+    assert [row.label() for row in unclear(table, 1.0, rows)] == ["n_head=4"]
 
 
 @pytest.mark.parametrize("row", ["2", "4"])

@@ -66,6 +66,8 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, c
     assert capsys.readouterr().err.count("skipped: ") == 3
     read = [(point.status, point.folder.exists()) for point in read_sweep(sweeper.folder)[1:]]
     assert read == [(SKIPPED, False)] * 3
+    # An impossible point has no code, which is no other code
+    assert "code" not in read_table([sweeper.folder]).short_names
 
 
 def test_a_sweep_locks_its_folder_until_its_report_is_written(plan, tmp_path, monkeypatch):

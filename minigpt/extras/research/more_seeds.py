@@ -123,8 +123,10 @@ def unclear(table: Table, width: float, rows: Collection[str]) -> list[Row]:
     """
     compared = list(table.compared)
     baseline = table.baseline
-    if table.comparison is None or baseline not in compared:
+    if baseline not in compared or table.incomparable:
         return []
+    if table.comparison is None:  # the noise is unknown, or rows share no seeds yet
+        return [row for row in compared if row is not baseline and row.points[0].row in rows]
     differences, margins = table.comparison.against(compared.index(baseline))
     return [
         row
