@@ -179,10 +179,7 @@ def _names(points: Sequence[Point]) -> list[str]:
     for group in alike.values():
         more = dict.fromkeys(chain.from_iterable(point.settings for point in group))
         names += [name for name in more if name not in ("seed", *names) and _differs(group, name)]
-    # Impossible points have no code
-    if "code" not in names and _differs(
-        [point for point in points if point.status != SKIPPED], "code"
-    ):
+    if "code" not in names and _differs(points, "code"):
         names.append("code")
     return names
 
