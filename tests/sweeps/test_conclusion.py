@@ -16,6 +16,7 @@ from minigpt.extras.research.conclusion import append_to_ledger, conclusion
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import report
 from minigpt.sweeps.results import Point, read_plan, write_plan
+from minigpt.sweeps.verdicts import verdicts
 from minigpt.utils.errors import RunError
 
 HEADER = "time,folder,question,verdict,difference,interval,seeds,seconds"
@@ -66,6 +67,17 @@ def test_the_question_is_the_best_value_of_the_first_setting_against_the_first_v
     rows = found([point for point in points if point.overrides["x"] + point.overrides["y"] != "cu"])
     assert rows["question"] == "x=a, y=v against x=a, y=u"
     assert json.loads(json.dumps(rows)) == rows
+
+
+def test_the_answer_to_a_later_setting_is_not_that_to_the_first_whose_other_value_failed():
+    shape = {"x": ["a", "bb"], "y": ["u", "v"], "seed": SEEDS}
+    status = {"status": lambda x, y, seed: "failed" if x == "bb" else "completed"}
+    effects = {"a": 1.0, "bb": 1.0}
+    points = points_of(shape, lambda x, y, seed: noisy(effects)(x, seed) - (y == "v"), **status)
+    assert [each["setting"] for each in verdicts(ranked(points))] == ["y"]
+    answered = found(points)
+    assert (answered["question"], answered["verdict"]) == ("x: bb against a", "failed")
+    assert (answered["difference"], answered["failed"]) == (None, 6)
 
 
 def test_one_seed_has_a_difference_without_an_interval_and_is_unclear():

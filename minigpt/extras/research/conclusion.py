@@ -48,8 +48,8 @@ def conclusion(folder: Path | None, table: Table) -> dict[str, Any]:
     - `question`: such as "optimizer.lr: 0.01 against 0.001": of the first swept setting, the value
       of the lowest loss against the first value. An incomplete grid compares rows; None if there is
       one row.
-    - `verdict`: "better", "worse" or "unclear"; "failed" if nothing is compared because runs failed
-      or diverged, and "none" if it is for another reason.
+    - `verdict`: "better", "worse" or "unclear"; "failed" if they are not compared because runs
+      failed or diverged, and "none" if it is for another reason.
     - `difference`, `interval`, `unit`: as of `verdicts`; None if nothing is compared.
     - `seeds`: the least number of seeds of the two.
     - `seconds`: of training, of all runs together.
@@ -61,8 +61,10 @@ def conclusion(folder: Path | None, table: Table) -> dict[str, Any]:
     answer = verdicts(table)
     points = points_of(table.rows)
     n_failed = sum(point.status in ("failed", CRASHED) for point in points)
-    # The first setting, and its best value other than that of the baseline.
-    of_setting = [each for each in answer if each["setting"] == answer[0]["setting"]]
+    # The first setting, or rows, and its best value other than that of the baseline. If its other
+    # values failed, the answer to another question would be taken for that to this one.
+    first = next(iter(table.short_names), "")
+    of_setting = [each for each in answer if each["setting"] in (first, "")]
     headline = min(of_setting, key=lambda each: each["difference"], default=None)
     diverged = any(row.diverged and row not in table.compared for row in table.rows)
     failed = (n_failed or diverged) and not table.incomparable
