@@ -25,8 +25,10 @@ TREES = "code"  # in the folder of a run or a sweep: the versions that it trains
 WORKING_TREE = "."
 MAX_PATCH_BYTES = 1_000_000
 # What git does not track yet is code if it is one of these; not the lock files of an editor
-_UNTRACKED = ("*.py", "*.yaml", "minigpt", "scripts", "configs", "hydra_plugins")
-_NO_CODE = (":(exclude,glob)**/.#*",)
+_UNTRACKED = (
+    *("*.py", "*.yaml", "minigpt", "scripts", "configs", "hydra_plugins"),
+    ":(exclude,glob)**/.#*",
+)
 # Of the repository of a hook or a shell, which may be another one than the clone
 _OTHER_REPOSITORY = {
     "GIT_DIR",
@@ -129,13 +131,11 @@ def index_of(root: Path, revision: str) -> Iterator[Git]:
                 ),
             }
             git("add", "--update")
-            others = ("ls-files", "-z", "--others", "--exclude-standard", "--")
-            listed = git(*others, *_UNTRACKED, *_NO_CODE)
-            added = _without_runs(listed.split("\0"))
+            listed = git("ls-files", "-z", "--others", "--exclude-standard", "--", *_UNTRACKED)
+            added = "\0".join(_without_runs(listed.split("\0")))
             if added:
-                given = "\0".join(added)
                 from_input = ("--pathspec-from-file=-", "--pathspec-file-nul")
-                git("--literal-pathspecs", "add", *from_input, given=given)
+                git("--literal-pathspecs", "add", *from_input, given=added)
         yield git
 
 

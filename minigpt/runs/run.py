@@ -5,6 +5,7 @@ Read `train`, `train_in` and `load_parts`. `fit.py` continues from there, down t
 Lightning, and errors of the configuration are raised before that.
 """
 
+import json
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ from minigpt.distributed.process_group import (
 )
 from minigpt.model.config import GPTConfig
 from minigpt.runs import run_dir
-from minigpt.runs.code_version import is_other_code
+from minigpt.runs.code_version import STAMP, code_in_place, is_other_code
 from minigpt.runs.lightning_workarounds import fast_imports, start_ranks_with
 from minigpt.runs.overrides import SETTABLE, complete_overrides, is_planned, quote_override
 from minigpt.runs.run_config import RunConfig, check_hydra, use_outside_values
@@ -198,6 +199,7 @@ def train_in(
                     composed={
                         "config.yaml": OmegaConf.to_yaml(cfg),
                         "overrides.yaml": OmegaConf.to_yaml(task),
+                        STAMP: json.dumps(code_in_place()[0]),
                     },
                     started=started,
                 )

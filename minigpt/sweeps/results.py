@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
-from minigpt.runs.code_version import code_label
+from minigpt.runs.code_version import STAMP, code_label
 from minigpt.runs.metrics_csv import read_metrics
 from minigpt.runs.run_config import OUTSIDE
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_summary
@@ -259,12 +259,6 @@ def refresh(point: Point) -> Point:
     measured = _read_or_warn(_measure, folder / METRICS)
     corpus = summary.get("corpus_sha256")
     weights = (summary.get("init_from") or {}).get("sha256") if corpus else None
-    # What was planned, until the run has written its own; runs of older versions write none
-    code = point.code
-    if "commit" in summary:
-        code = {name: summary[name] for name in CODE if name in summary}
-    if "code_sha256" not in code:
-        code = {}
     # A new point, because nothing that an earlier attempt measured holds.
     return Point(
         folder,
@@ -282,9 +276,20 @@ def refresh(point: Point) -> Point:
         provenance_checksum=provenance_checksum(corpus, weights, summary.get("resumed_from")),
         validated=str(summary.get("validated") or ""),
         validated_in_part=summary.get("eval_batches") is not None,
-        code=code,
+        code=_code_of(point, summary),
         **measured,
     )
+
+
+def _code_of(point: Point, summary: Values) -> Values:
+    # As the run recorded it at its end, or at its beginning; until it has begun, as planned. Runs
+    # of older versions recorded no checksum.
+    began = point.folder / ".hydra" / STAMP
+    recorded: Mapping[str, Any] = summary
+    if "commit" not in summary:
+        recorded = _read_or_warn(read_json, began) if began.exists() else point.code
+    known = "code_sha256" in recorded
+    return {name: recorded[name] for name in CODE if known and name in recorded}
 
 
 def provenance_checksum(

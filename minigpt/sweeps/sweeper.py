@@ -294,8 +294,7 @@ class Grid(Sweeper):
         code = cfg.get("code")
         if not is_other_code(code):
             return code_in_place()[0]
-        tree = self.composer.once(from_extras("code_tree"), str(code), self.folder)
-        version: Version = from_extras("version_of")(tree)
+        version: Version = self.composer.once(from_extras("written_version"), code, self.folder)
         return version
 
     def _rungs(self, cfg: DictConfig) -> Sequence[int]:

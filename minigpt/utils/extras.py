@@ -5,7 +5,6 @@ from typing import Any
 
 _MODULES = {
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
-    "code_tree": "research.code_trees",
     "compute_sentence": "research.multiplier",
     "append_to_ledger": "research.conclusion",
     "compute_shares": "research.multiplier",
@@ -28,9 +27,9 @@ _MODULES = {
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
     "train_with_code": "research.code_trees",
-    "version_of": "research.code_trees",
     "with_possible_sizes": "planner.planned_sizes",
     "write_stand_in": "corpora.plays",
+    "written_version": "research.code_trees",
 }
 
 

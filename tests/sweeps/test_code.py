@@ -179,6 +179,17 @@ def test_runs_of_one_version_are_one_row_whatever_their_commit(tmp_path, no_plot
     assert [(row.label(), row.n_seeds) for row in found.rows] == [("all runs", 2)]
 
 
+def test_a_run_that_did_not_end_has_the_code_that_it_began_with(train, tmp_path):
+    folder = train("max_steps=2", "eval_every=2", folder=tmp_path / "runs/1").folder
+    train("max_steps=2", "eval_every=2", "seed=2", folder=tmp_path / "runs/2")
+    (folder / "summary.json").unlink()
+    points = read_sweep(tmp_path / "runs")
+    assert [point.status for point in points] == ["crashed", COMPLETED]
+    assert points[0].code == points[1].code
+    (row,) = ranked(points).rows
+    assert row.label() == "all runs"
+
+
 def test_one_name_of_two_versions_has_their_checksums(tmp_path, no_plot):
     known = [
         {"code": "main", "commit": "a" * 40, "dirty": False, "code_sha256": "1" * 64},

@@ -83,6 +83,11 @@ def _tree_name(revision: str) -> str:
     return f"{slug}-{sha256_json(revision)[:6]}"
 
 
+def written_version(revision: str, folder: Path) -> Version:
+    """Return the version that a revision names, after writing it into `folder`/code."""
+    return version_of(code_tree(str(revision), folder))
+
+
 def version_of(tree: Path) -> Version:
     """Return the version that `code_tree` has written: revision, commit, dirty and checksum."""
     version: Version = read_json(tree / STAMP)

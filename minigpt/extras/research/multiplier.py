@@ -25,6 +25,7 @@ ERROR = 0.04
 STEP = 1e-3  # of numerical derivatives
 N_LOSSES = 100  # at which ladders are compared
 MIN_NODES = 2
+TOO_FEW = "too few validations; validate more often by eval_every="
 MAX_LOG = 700.0  # of what exp() takes
 
 Share = Sequence[float | None]  # the share and the ends of its interval
@@ -146,9 +147,9 @@ def _curve(point: Point, loss: float, compute: float) -> dict[int, Node]:
     total = max(point.totals.get("tokens", 0), *(tokens for tokens, _ in trained), 1)
     lowest = inf
     nodes = {}
-    for tokens, nats in trained:
+    for i, (tokens, nats) in enumerate(trained):
         lowest = min(lowest, nats * scale)
-        nodes[tokens] = (log(compute) + log(tokens / total), lowest)
+        nodes[i] = (log(compute) + log(tokens / total), lowest)
     return nodes
 
 
@@ -169,7 +170,7 @@ def _share(
     # The share, or why it is unknown; of frontiers over the same seeds, (S, K, 2).
     means = [base.mean(0), other.mean(0)]
     if min(map(len, means)) < MIN_NODES:
-        return None, f"losses do not fall with {ladder}" if ladder else ""
+        return None, f"losses do not fall with {ladder}" if ladder else TOO_FEW
     # The losses of ladders overlap, and a curve passes the lowest loss of the other.
     base_mean, other_mean = means
     if other_mean[0, 1] <= base_mean[-1, 1]:
