@@ -109,6 +109,22 @@ def test_the_best_losses_of_seeds_may_be_at_different_validations():
     assert shares(points)["flops"][0] == pytest.approx(expected)
 
 
+def test_runs_that_planned_other_numbers_of_steps_for_a_seed_have_the_same_share():
+    points = sweep(0.8, steps=(400,), seeds=2)
+    expected = shares(points)
+    for i, point in enumerate(points):
+        # Both runs of the second seed are longer: their validations are at other tokens.
+        longer = 1.25 if point.seed == points[1].seed else 1
+        totals = {
+            **point.totals,
+            "tokens": point.totals.get("tokens", 64 * 400) * longer,
+            "flops": point.totals["flops"] * longer,
+        }
+        curve = [(int(tokens * longer), loss) for tokens, loss in point.curve]
+        points[i] = replace(point, curve=curve, totals=totals)
+    assert shares(points)["flops"] == pytest.approx(expected["flops"], rel=1e-3)
+
+
 def test_curves_are_read_in_bits_per_byte_where_tokens_differ_in_length():
     points = sweep(0.8, steps=(400,))
     expected = shares(points)
