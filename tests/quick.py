@@ -15,6 +15,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from small_runs import CONFIGS, composed
 
+from minigpt.runs.code_version import code_in_place
 from minigpt.runs.lightning_workarounds import fast_imports
 
 with fast_imports():
@@ -65,3 +66,4 @@ ConfigRepository.load_config = _load_once  # type: ignore[method-assign]
 config_loader_impl.create_defaults_list = _list_defaults_once
 ConfigLoaderImpl._compose_config_from_defaults_list = _compose_once  # type: ignore[method-assign]
 composed("trainer=cpu")  # the choice of most runs, also for processes that are forked from one
+code_in_place()  # takes git several processes

@@ -214,11 +214,12 @@ def test_a_version_that_is_killed_has_a_reason(clone, train):
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends it with its parent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "sweeps"),
     [
         pytest.param(signal.SIGKILL, [], marks=LINUX),
-        (signal.SIGTERM, []),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.ci),
         (signal.SIGTERM, ["-m", "hydra/launcher=basic", "seed=1,2"]),
     ],
 )
