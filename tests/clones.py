@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from small_runs import ROOT
 
@@ -65,3 +66,11 @@ def take_code_from(root: Path) -> None:
     """Make a clone that of this process: an argument `prepare` of `Script`."""
     code_version.ROOT = root
     code_trees.ROOT = root
+
+
+def clone_in(root: Path, monkeypatch: Any) -> Clone:
+    """Return a clone from which this process takes code for the rest of the test."""
+    made = Clone(root)
+    for module in ("minigpt.runs.code_version", "minigpt.extras.research.code_trees"):
+        monkeypatch.setattr(f"{module}.ROOT", made.root)
+    return made

@@ -293,12 +293,9 @@ def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A clone of the project with a git history of its own, from which this process takes code."""
-    from clones import Clone
+    from clones import clone_in
 
-    made = Clone(tmp_path / "clone")
-    for module in ("minigpt.runs.code_version", "minigpt.extras.research.code_trees"):
-        monkeypatch.setattr(f"{module}.ROOT", made.root)
-    yield made
+    yield clone_in(tmp_path / "clone", monkeypatch)
     code_in_place.cache_clear()
 
 

@@ -23,6 +23,7 @@ from zipfile import ZipFile
 import nbformat
 import pytest
 import yaml
+from clones import clone_in
 from matplotlib.image import imread
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
@@ -84,12 +85,10 @@ def documents(once, monkeypatch, tmp_path):
     ],
     ids=" ".join,
 )
-def test_every_script_command_runs(
-    command, text, documents, gpt2_folder, call, monkeypatch, request
-):
+def test_every_script_command_runs(command, text, documents, gpt2_folder, call, monkeypatch):
     script, *arguments = command[1:]
     if "code=" in " ".join(arguments):
-        clone = request.getfixturevalue("clone")
+        clone = clone_in(documents / "clone", monkeypatch)
         for name in ("second", "third", "v0.1"):
             clone.commit(name)
         clone.git("branch", "my-branch")
