@@ -92,6 +92,9 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         for name in ("second", "third", "v0.1"):
             clone.commit(name)
         clone.git("branch", "my-branch")
+        # Each run is a process
+        fewer = {"seed=range(1,13)": "seed=range(1,5)", "seed=1,2,3,4,5,6": "seed=1,2"}
+        arguments = [fewer.get(argument, argument) for argument in arguments]
     Path("my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     Path("openai-community").mkdir()
     for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):
