@@ -1,7 +1,7 @@
 """Which code a run trains with: the commit, a checksum of the package, uncommitted changes.
 
-A folder that `code=` has written holds `code.json`, because it is no clone: what is in it was found
-when it was written.
+A folder written for `code=` is not a clone: its version is in `code.json`, recorded when the folder
+was written.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ def run_git(root: Path, *arguments: str, given: str = "", **environment: str) ->
 
 
 def _without_runs(files: Sequence[str]) -> list[str]:
-    # Folders of runs, which hold `.hydra`, are no code.
+    # Run folders, which hold `.hydra`, are not code.
     runs = {file.partition("/.hydra/")[0] for file in files if "/.hydra/" in file}
     return [
         file

@@ -88,7 +88,7 @@ class Row:
         return ", ".join(labels) or "defaults"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Table:
     """The rows of one or several sweeps.
 

@@ -5,6 +5,7 @@ the answer; otherwise, each row.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from minigpt.sweeps.ranking import Row, Table, numbers
 from minigpt.utils.extras import from_extras
 
 
+@lru_cache(maxsize=1)  # the last line, the ledger and sweep.json need them
 def verdicts(table: Table) -> list[dict[str, Any]]:
     """Return a dict per comparison with the baseline, which is the row of the first point.
 
@@ -79,7 +81,7 @@ def _verdicts(
     for i, value in enumerate(values):
         if i == base:
             continue
-        seeds = [row.n_seeds for row, w in zip(table.compared, contrasts[i], strict=True) if w]
+        seeds = [table.compared[int(j)].n_seeds for j in np.flatnonzero(contrasts[i])]
         clear = "better" if differences[i] < 0 else "worse"
         shares = from_extras("compute_shares")(table, name, values[base], value)
         found.append(

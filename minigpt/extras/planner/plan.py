@@ -243,33 +243,20 @@ def step_seconds(
         config: the architecture, by default that of `cfg`.
         settle: take as many as it needs to find the threads that have cores, and their speed.
     """
-    set_up_process()
-    accelerator = cfg.trainer.accelerator
-    precision: Any = cfg.trainer.precision
-    if precision == "auto":
-        precision = training_precision(accelerator)
-    try:
-        fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
-    except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
-        raise UserError(f"the trainer cannot be built: {error}") from error
-    if config is None:
-        vocab_size = cfg.model.vocab_size or corpus.tokenizer.vocab_size
-        config = GPTConfig(**{**cfg.model, "vocab_size": vocab_size})
-    module = GPT(config)
-    module.checkpoint_blocks = cfg.checkpoint_blocks
-    if cfg.compile:
-        module.compile()
-    model, optimizer = fabric.setup(module, partial_from_config("optimizer", cfg.optimizer)(module))
-    sizes: Any = {
-        "batch_size": cfg.data.batch_size,
-        "rank": 0,
-        "world_size": 1,
-        "device": fabric.device,
-    }
-    order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
+    # The model, the optimizer and the batches of a run
+    fabric, model, optimizer = _set_up(cfg, corpus, config)
     batches = Batches(
-        corpus.tokens("train"), order, first=lambda: 0, stop=TIMED_STEPS, repeat=0, **sizes
+        corpus.tokens("train"),
+        WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed),
+        first=lambda: 0,
+        stop=TIMED_STEPS,
+        repeat=0,
+        batch_size=cfg.data.batch_size,
+        rank=0,
+        world_size=1,
+        device=fabric.device,
     )
+    # Steps, until they take long enough
     times = [time.perf_counter()]
     with cpu_threads(cfg.threads):
         fixed = cfg.threads is not None or fabric.device.type != "cpu"
@@ -291,6 +278,27 @@ def step_seconds(
         median(b - a for a, b in pairwise(times[len(times) // 2 :]))
         * cfg.trainer.accumulate_grad_batches
     )
+
+
+def _set_up(cfg: DictConfig, corpus: Corpus, config: GPTConfig | None) -> tuple[Fabric, Any, Any]:
+    set_up_process()
+    accelerator = cfg.trainer.accelerator
+    precision: Any = cfg.trainer.precision
+    if precision == "auto":
+        precision = training_precision(accelerator)
+    try:
+        fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
+        raise UserError(f"the trainer cannot be built: {error}") from error
+    if config is None:
+        vocab_size = cfg.model.vocab_size or corpus.tokenizer.vocab_size
+        config = GPTConfig(**{**cfg.model, "vocab_size": vocab_size})
+    module = GPT(config)
+    module.checkpoint_blocks = cfg.checkpoint_blocks
+    if cfg.compile:
+        module.compile()
+    optimizer = partial_from_config("optimizer", cfg.optimizer)(module)
+    return fabric, *fabric.setup(module, optimizer)
 
 
 def compiled_step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:

@@ -1,8 +1,9 @@
 """The plan of a run as overrides: made once, kept in `plan.json`, read where the run resumes.
 
-The runs of a sweep that differ in their seed alone share the plan of a new model. Where steps alone
-are planned, or versions of the code are compared, each run has its own: what is measured has noise,
-which would else be that of a row, and no number of seeds would show it.
+The runs of a sweep that differ in their seed alone share the plan of a new model. Where only steps
+are planned, or versions of the code are compared, each run makes its own plan. Measured step times
+have noise. A shared plan would give all seeds of a row the same error, and the intervals, which are
+estimated from the differences between seeds, would not include it.
 """
 
 from collections.abc import Sequence
@@ -138,8 +139,7 @@ def _checksum(cfg: DictConfig) -> str:
     With names and settings as in earlier versions, whose sweeps find their plans by it.
     """
     settings = relevant_settings(cfg)
-    if settings.get("code") is None:
-        settings.pop("code", None)
+    settings.pop("code", None)  # a run with another version of the code has its own plan
     for key, value in settings.items():
         if isinstance(value, str):
             settings[key] = _EARLIER.get(value, value)

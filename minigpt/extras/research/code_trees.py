@@ -57,8 +57,8 @@ def code_tree(revision: str, folder: Path) -> Path:
     """Return the folder of a version of the code, which is written once into `folder`/code.
 
     Raises:
-        UserError: the code in place is no clone, git does not know the revision, or no process can
-            import from the folder.
+        UserError: the code in place is not a clone, git does not know the revision, or the name of
+            the folder cannot be in PYTHONPATH.
     """
     tree = folder / TREES / _tree_name(revision)
     if os.pathsep in str(tree.absolute()):
@@ -102,8 +102,8 @@ def _commit_of(revision: str) -> str:
         )
     name = "HEAD" if revision == WORKING_TREE else revision
     try:
-        found = run_git(ROOT, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}")
-        return found.strip()
+        arguments = ("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}")
+        return run_git(ROOT, *arguments).strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"code={revision} needs git, which does not start: {error}") from error
     except subprocess.CalledProcessError as error:
@@ -160,8 +160,7 @@ def train_with_code(folder: Path, cfg: DictConfig) -> float | None:
         ended = _wait_for(_command(tree, folder), tree)
     finally:
         # A run that the process refused, or that is complete, stays as it was
-        is_new = _began(folder) not in (None, began)
-        if is_new:
+        if _began(folder) not in (None, began):
             resumed = cfg.resume == "auto" and began is not None and not in_sweep
             earlier = before.get("code_sha256", "" if kept == {tree.name} else "unknown")
             _complete_summary(folder, tree, earlier if resumed else "")
@@ -260,11 +259,11 @@ def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
     # The last line that the process wrote, which a terminal shows already.
     log = folder / LOG
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        return f"its process was killed ({name}), possibly out of memory"
+        return (
+            f"its process was killed by {signal.Signals(-exit_code).name}, possibly out of memory"
+        )
     if in_sweep and log.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        written = [line.strip() for line in lines if line.strip()]
+        written = log.read_text(encoding="utf-8", errors="replace").strip()
         if written:
-            return written[-1].removeprefix("error: ")
+            return written.rpartition("\n")[2].strip().removeprefix("error: ")
     return f"its process ended with exit code {exit_code}"

@@ -24,8 +24,9 @@ MAX_LABELS = 3  # of rows that are printed
 def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
     """Yield the checked points of a grid that run before each look at its losses.
 
-    The points of later seeds are no points of the grid until then. A resumed sweep starts at the
-    first look that has all seeds that its folder has begun, so it decides the same.
+    `grid.points` holds the points of a seed only once their batch is yielded. A resumed sweep
+    starts at the first look that covers all seeds begun in its folder, so it makes the same
+    decisions.
 
     Args:
         width: the half of an interval that is narrow enough.
@@ -36,7 +37,7 @@ def seed_batches(grid: Grid, width: float) -> Iterator[list[Point]]:
     points = [*grid.points]
     seeds = _seeds(grid)
     place = {seed: i for i, seed in enumerate(seeds)}
-    # Find the seeds that the folder has begun; those that never ran are no points any more.
+    # Find the seeds that the folder has begun; points that never ran are removed.
     begun = 0
     folders = {point.folder for point in points}
     grid.existing = {

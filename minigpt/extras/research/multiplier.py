@@ -7,6 +7,7 @@ both reach. Without a ladder, it is read from the validation curve of runs of on
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import exp, inf, log
 
 import numpy as np
@@ -84,12 +85,18 @@ def _length_note(table: Table, name: str) -> str:
     )
 
 
-def _values(table: Table, name: str) -> list[str]:
-    return list(dict.fromkeys(row.value(name) for row in table.compared))
+@lru_cache(maxsize=20)  # settings of a table, each of whose values is compared
+def _rows_by_value(table: Table, name: str) -> dict[str, list[Row]]:
+    rows = defaultdict(list)
+    for row in table.compared:
+        rows[row.value(name)].append(row)
+    return {**rows}
 
 
 def _other_settings(table: Table, name: str) -> list[str]:
-    return [each for each in table.short_names if each != name and len(_values(table, each)) > 1]
+    return [
+        each for each in table.short_names if each != name and len(_rows_by_value(table, each)) > 1
+    ]
 
 
 def _read_shares(
@@ -99,14 +106,13 @@ def _read_shares(
     # and if the setting itself is the length, there is no other way to train.
     found: dict[str, tuple[Share | None, str]] = dict.fromkeys(COSTS, (None, ""))
     others = _other_settings(table, name)
-    if name in LENGTHS or len(_values(table, name)) < 2 or len(others) > 1:
+    rows_by_value = _rows_by_value(table, name)
+    if name in LENGTHS or len(rows_by_value) < 2 or len(others) > 1:
         return found
     if not {*others} <= {*LADDERS}:
         return found
     # Read both values over the seeds that they share.
-    pair = []
-    for each in (baseline, value):
-        pair.append([row for row in table.compared if row.value(name) == each])
+    pair = [rows_by_value[baseline], rows_by_value[value]]
     for cost in COSTS:
         base, other = [_nodes(rows, table.unit, cost, curve=not others) for rows in pair]
         seeds = [seed for seed in base if seed in other]
