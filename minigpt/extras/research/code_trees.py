@@ -259,9 +259,7 @@ def _reason(folder: Path, exit_code: int, *, in_sweep: bool) -> str:
     # The last line that the process wrote, which a terminal shows already.
     log = folder / LOG
     if exit_code < 0:
-        return (
-            f"its process was killed by {signal.Signals(-exit_code).name}, possibly out of memory"
-        )
+        return f"its process was killed ({signal.Signals(-exit_code).name}), possibly out of memory"
     if in_sweep and log.exists():
         written = log.read_text(encoding="utf-8", errors="replace").strip()
         if written:
