@@ -288,6 +288,12 @@ def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if
     assert [row.overrides for row in rows] == [{"resume": "a"}, {"resume": "b"}, {"resume": "c"}]
 
 
+def test_runs_of_equal_minutes_are_trained_seed_by_seed(plan):
+    line = ["optimizer.lr=1e-3,3e-3", "seed=5,4"]
+    planned = plan(*line, "minutes=1", engine=Engine())
+    assert [settings["seed"] for settings in planned.engine.ran] == [5, 5, 4, 4]
+
+
 def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings_in_their_order(
     plan, tmp_path
 ):

@@ -479,6 +479,9 @@ def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(
         "seed=2 model.dropout=0.1": 101,
         "seed=3 callbacks.originality.characters=500": 102,  # whose drawing takes time
         "seed=1 resume=auto": 100,
+        # What is measured of a version has noise, which is that of each run
+        "seed=4 code=main": 103,
+        "seed=5 code=main": 104,
     }.items():
         folder = sweep.with_name(line[:6])
         folder.mkdir(exist_ok=True)
