@@ -5,6 +5,7 @@ import argparse
 from minigpt.sampling.settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
+from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import ArgumentParser, usage
 from minigpt.utils.terminal import log
 
@@ -34,7 +35,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--chat",
         action="store_true",
-        help="answer the prompt: apply the chat template of a Hugging Face folder",
+        help="answer the prompt: apply the chat template of the model",
     )
     add(
         "--num-samples",
@@ -173,14 +174,17 @@ def main() -> None:
         from minigpt.extras.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    if (encode_chat := pretrained.tokenizer.encode_chat) and args.chat:
-        prompt = "", encode_chat([{"role": "user", "content": prompt[0]}])
+    has_template = pretrained.tokenizer.chat is not None
+    if has_template and args.chat:
+        encode_chat = from_extras("encode_chat")
+        question = [{"role": "user", "content": prompt[0]}]
+        prompt = "", encode_chat(pretrained.tokenizer, question)
         options["stop"] += pretrained.tokenizer.special.values()  # which end a turn
     elif args.chat:
         raise UserError(
             f"--chat needs a chat template, and {pretrained.path} has none; leave it out"
         )
-    elif encode_chat:
+    elif has_template:
         log(
             "the model has a chat template, which is not applied to the prompt; set --chat to "
             "have it answered"

@@ -8,13 +8,15 @@ depend on the size of the corpus, and a resumed run needs only its step.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minigpt.data.token_files import Tokens
+from minigpt.data.token_files import Corpus, Tokens
+from minigpt.utils.extras import from_extras
 from minigpt.utils.threads import map_in_threads
 
 Array = NDArray[np.int64]
@@ -55,18 +57,7 @@ class WindowOrder:
         return starts
 
     def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) to (N,)
-        # The random numbers of the epoch: keys of its order, its offset, its places of overlap.
-        is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
-        n_keys = self.n_windows if is_shuffled else 4  # rounds of the Feistel network
-        numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
-        keys = numbers[:n_keys].astype(np.uint64)
-        offset, first_place, last_place = numbers[n_keys:].tolist()
-
-        # Which window of the text is read at each position.
-        if is_shuffled:
-            window = np.argsort(keys)[position]  # (N,)
-        else:
-            window = permute(position, self.n_windows, keys)  # (N,)
+        window, (offset, first_place, last_place) = self._shuffle(epoch, position)
 
         # Adjacent windows would end beyond the text: after each place of overlap they move back.
         first_overlap = offset % (self.overlap + 1)
@@ -76,6 +67,18 @@ class WindowOrder:
         moved = first_overlap * is_after_first + last_overlap * is_after_last  # (N,)
         # Of a split with few windows, the two boundaries may be one, or in reverse order.
         return np.clip(window * self.block_size - moved, 0, self.last_start)  # (N,)
+
+    def _shuffle(self, epoch: int, position: Array) -> tuple[Array, list[int]]:
+        # Which window is read at each position, (N,), and random numbers of the epoch.
+        is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
+        n_keys = self.n_windows if is_shuffled else 4  # rounds of the Feistel network
+        numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
+        keys = numbers[:n_keys].astype(np.uint64)
+        if is_shuffled:
+            window = np.argsort(keys)[position]  # (N,)
+        else:
+            window = permute(position, self.n_windows, keys)  # (N,)
+        return window, numbers[n_keys:].tolist()
 
 
 def permute(index: Array, n: int, keys: NDArray[np.uint64]) -> Array:
@@ -101,6 +104,30 @@ def permute(index: Array, n: int, keys: NDArray[np.uint64]) -> Array:
     while (outside := x >= n).any():
         x[outside] = shuffle(x[outside])
     return x.astype(np.int64)
+
+
+def training_batches(
+    corpus: Corpus, block_size: int, seed: int, *, accumulate: int, **options: Any
+) -> "Batches":
+    """Return the training batches of a corpus.
+
+    Args:
+        accumulate: batches per optimizer step, which share the targets of conversations unevenly.
+        options: of `Batches`.
+    """
+    if corpus.is_packed:
+        return from_extras("PackedBatches").of(
+            corpus, block_size, seed, accumulate=accumulate, **options
+        )
+    order = WindowOrder(corpus.train.tokens, block_size, seed)
+    return Batches(corpus.tokens("train"), order, **options)
+
+
+def validation_batches(corpus: Corpus, block_size: int, **options: Any) -> "ValidationBatches":
+    """Return the validation batches of a corpus, with `options` of `ValidationBatches`."""
+    if corpus.is_packed:
+        return from_extras("PackedValidation").of(corpus, block_size, **options)
+    return ValidationBatches(corpus.tokens("val"), block_size, **options)
 
 
 @dataclass(eq=False)

@@ -6,10 +6,11 @@ the text's checksum, the tokenizer and the split, so changed inputs get new file
 """
 
 import hashlib
+import math
 import platform
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from secrets import token_hex
@@ -47,7 +48,7 @@ from minigpt.utils.threads import map_in_threads
 _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
-_CUT_TOLERANCE = 0.2
+CUT_TOLERANCE = 0.2
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 
@@ -71,8 +72,15 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
         tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return from_extras("load_token_bins")(data, tokenizer, folder, built)
+    chat: Settings = {}
+    if data.get("format"):
+        reader = from_extras("ConversationReader")(built)
+        chat = reader.chat
+        data = {**data, "field": reader}
     sources = find_sources(data)
     provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
+    if chat:
+        provenance |= {"format": data["format"], "chat_sha256": sha256_json(chat)}
     if len(sources) > 1:
         provenance["val_sha256"] = sources[1].sha256
     else:
@@ -85,7 +93,7 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
             target.parent.mkdir(parents=True, exist_ok=True)
             with _lock(target):
                 if not (target / META).is_file():  # no other process wrote it meanwhile
-                    _write_corpus(target, sources, provenance, data["threads"], built)
+                    _write_corpus(target, sources, provenance, data["threads"], built, chat)
         except OSError as error:
             if error.filename is not None and not Path(error.filename).is_relative_to(folder):
                 raise
@@ -116,8 +124,14 @@ def _write_corpus(
     provenance: Settings,
     threads: int | None,
     built: Tokenizer | None,
+    chat: Settings,
 ) -> None:
-    """Write the files to a folder beside `target`, and rename it when it is complete."""
+    """Write the files to a folder beside `target`, and rename it when it is complete.
+
+    Args:
+        built: the tokenizer of `init_from`.
+        chat: of conversations, as `Tokenizer.add_chat` takes it; else empty.
+    """
     if any(target.glob("*")):
         raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
 
@@ -129,18 +143,20 @@ def _write_corpus(
     partial.mkdir()
     try:
         # The text is read once or twice to build the tokenizer and to find the cut, then written.
-        tokenizer, cut, provenance = _plan(sources, provenance, target.parents[1], built)
+        tokenizer, cut, provenance = _plan(sources, provenance, target.parents[1], built, chat)
         chunks = split_chunks(sources, provenance, cut)
-        if not tokenizer.splits_at_cuts:
+        if not tokenizer.splits_at_cuts and not chat:
             chunks = from_extras("join_chunks")(chunks)
         batches = TextBatches(chunks)
-        _write_tokens(partial, tokenizer, batches, threads)
-        if batches.has_separators:
+        write = from_extras("write_conversations") if chat else _write_tokens
+        sizes = write(partial, tokenizer, batches, threads)
+        if batches.has_separators and not chat:
             warn(
                 f"{SEPARATOR} in the text is read as ordinary text; "
                 f"data.separator='{SEPARATOR}' splits text files there"
             )
-        write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
+        meta = _build_meta(partial, sources, provenance, tokenizer, batches, sizes)
+        write_json(partial / META, meta)
         if not (target / META).is_file():  # no other host wrote it meanwhile
             partial.rename(target)
     finally:
@@ -148,7 +164,11 @@ def _write_corpus(
 
 
 def _plan(
-    sources: Sequence[Source], provenance: Settings, folder: Path, built: Tokenizer | None
+    sources: Sequence[Source],
+    provenance: Settings,
+    folder: Path,
+    built: Tokenizer | None,
+    chat: Settings,
 ) -> tuple[Tokenizer, int, Settings]:
     """Build the tokenizer if it is not built, and find the cut between the splits.
 
@@ -163,7 +183,8 @@ def _plan(
         if not sum(lengths):
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
         if by_fraction:
-            cut = cut_by_fraction(lengths, provenance["val_fraction"])
+            tolerance = math.inf if chat else CUT_TOLERANCE
+            cut = cut_by_fraction(lengths, provenance["val_fraction"], tolerance)
             if len(lengths) > 1 and cut not in np.cumsum(lengths):
                 # Runs of earlier versions, which cut elsewhere, have no such entry, and so other
                 # files: they are not resumed.
@@ -171,7 +192,11 @@ def _plan(
     texts = (
         chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN
     )
+    if chat:
+        alphabet, texts = from_extras("unmarked")(alphabet, texts)
     tokenizer = built or build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
+    if chat:
+        tokenizer.add_chat(chat)
     return tokenizer, cut, provenance
 
 
@@ -190,15 +215,18 @@ def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
+def cut_by_fraction(
+    lengths: Sequence[int], val_fraction: float, tolerance: float = CUT_TOLERANCE
+) -> int:
     """Return where the validation split starts, in characters from the start of the text.
 
-    It is the nearest start of a document, or lies within a document if none is near.
+    It is the nearest start of a document, or lies within a document if none is near: if it would
+    miss `val_fraction` by more than `tolerance` of the smaller split.
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
     nearest = int(starts[np.abs(starts - wanted).argmin()])
-    is_near = abs(nearest - wanted) <= _CUT_TOLERANCE * min(wanted, starts[-1] - wanted)
+    is_near = abs(nearest - wanted) <= tolerance * min(wanted, starts[-1] - wanted)
     return nearest if is_near else wanted
 
 
@@ -247,7 +275,8 @@ class TextBatches:
 
 def _write_tokens(
     folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None
-) -> None:
+) -> list[dict[str, int]]:
+    """Write the ids of both splits; return the bytes of each that losses are of."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with ExitStack() as stack:
         files = [stack.enter_context(open(path, "wb")) for path in paths]
@@ -260,6 +289,7 @@ def _write_tokens(
         if tokenizer.end_token is None and len(starts) > 1:
             path.with_suffix(STARTS).write_bytes(starts.tobytes())
         sync(path)
+    return [{"bytes": size} for size in batches.bytes]
 
 
 def tokenize(
@@ -287,8 +317,13 @@ def _build_meta(
     provenance: Settings,
     tokenizer: Tokenizer,
     batches: TextBatches,
+    sizes: Sequence[Mapping[str, int]],
 ) -> dict[str, object]:
-    """Check the token files and return the values of `meta.json`."""
+    """Check the token files and return the values of `meta.json`.
+
+    Args:
+        sizes: of each split, beside its tokens and documents.
+    """
     # Both splits must have documents, and should share none.
     name = sources[0].name
     documents = [len(hashes) for hashes in batches.hashes]
@@ -306,14 +341,14 @@ def _build_meta(
         warn(f"{duplicates:,} training documents of {name} are also in the validation split")
 
     # What the files hold.
-    if isinstance(tokenizer, BPETokenizer):
+    if isinstance(tokenizer, BPETokenizer) and not tokenizer.chat:
         tokenizer.separated = documents[TRAIN] > 1
     sums = [source.sha256 for source in sources]
     dtype = token_dtype(tokenizer.vocab_size)
     splits = {
         split: {
+            **sizes[i],
             "documents": documents[i],
-            "bytes": batches.bytes[i],
             "tokens": (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize,
         }
         for i, split in enumerate(SPLITS)

@@ -98,6 +98,9 @@ class TextChunk(NamedTuple):
     first: bool  # whether a document starts here
 
 
+Field = str | Callable[[object, str], TextChunk]  # as `read_documents` takes it
+
+
 def find_files(path: str | Sequence[str], setting: str, folder: str | Path = "data") -> list[Path]:
     """Find the files of one or more paths.
 
@@ -221,7 +224,7 @@ def read_texts(
     return read_files(find_files(path, setting, folder), field, separator)
 
 
-def read_files(files: Sequence[Path], field: str, separator: str = "") -> Iterator[TextChunk]:
+def read_files(files: Sequence[Path], field: Field, separator: str = "") -> Iterator[TextChunk]:
     """Read the documents of files, without the rows whose text is null."""
     documents = (read_documents(file, field, separator) for file in files)
     return without_null(chain.from_iterable(documents), f"{files[0]}{' …' if files[1:] else ''}")
@@ -239,11 +242,12 @@ def without_null(chunks: Iterable[TextChunk | None], name: str) -> Iterator[Text
         _warn_once(f"{n_null:,} rows of {name} have null instead of a text and are left out")
 
 
-def read_documents(file: Path, field: str, separator: str = "") -> Iterator[TextChunk | None]:
+def read_documents(file: Path, field: Field, separator: str = "") -> Iterator[TextChunk | None]:
     """Read the documents of a file; None for a row whose text is null.
 
     Args:
-        field: of JSON Lines, or column of Parquet and CSV, that holds the text.
+        field: of JSON Lines, or column of Parquet and CSV, that holds the text; or a function of a
+            row and of its place in words, which returns the document.
         separator: of documents in a text file, which may hold `\\n` and `\\t`; empty: the file is
             one document.
 
@@ -252,6 +256,8 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     suffix = content_suffix(file)
     if suffix in ROW_READERS:
         return ROW_READERS[suffix](file, field)
+    if callable(field):
+        return from_extras("read_json_rows")(file, field)
     json_rows = None if separator else _JSON.get(suffix, _JSON["other"])
     return text_chunks(_decode(_read_blocks(file), file, json_rows), separator)
 
@@ -360,7 +366,7 @@ def read_lines(file: Path) -> Iterator[str]:
     yield "".join(parts)
 
 
-def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
+def read_jsonl(file: Path, field: Field) -> Iterator[TextChunk | None]:
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             try:
@@ -370,7 +376,7 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk | None]:
             yield row_chunk(row, field, f"{file}, line {number:,}")
 
 
-def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextChunk | None:
+def row_chunk(row: object, field: Field, where: str, kind: str = "field") -> TextChunk | None:
     """Return the document of a row, with \\n as every line end, or None if its text is null.
 
     Args:
@@ -380,6 +386,8 @@ def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextC
     Raises:
         UserError: the row has no text in the field.
     """
+    if callable(field):
+        return field(row, where)
     cells = row if isinstance(row, dict) else {}
     match cells.get(field, ...):
         case None:
@@ -398,8 +406,8 @@ def row_chunk(row: object, field: str, where: str, kind: str = "field") -> TextC
 
 
 # Formats with a document per row, by their suffix: functions of the file and `data.field`.
-ROW_READERS: dict[str, Callable[[Path, str], Iterator[TextChunk | None]]] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _read_jsonl),
+ROW_READERS: dict[str, Callable[[Path, Field], Iterator[TextChunk | None]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_jsonl),
     **dict.fromkeys((".csv", ".tsv"), lambda *args: from_extras("read_csv")(*args)),
     ".parquet": lambda *args: from_extras("read_parquet")(*args),
 }

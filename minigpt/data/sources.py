@@ -41,6 +41,8 @@ class Source:
 def find_sources(data: Settings) -> list[Source]:
     """Find the training source of the data group, and a separate validation source.
 
+    `data.field` may be a function, as `read_documents` takes it.
+
     Raise UserError if there is no such text.
     """
     if data["path"] is not None:
@@ -141,8 +143,8 @@ def _from_files(
     sums = checksums(files, folder)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_text = not suffixes[0].endswith((*ROW_READERS, *COMPRESSED_SUFFIXES))
-    is_one_text = len(files) == 1 and is_text and not separator
-    identity = [field, suffixes, sums, *filter(None, [separator])]
+    is_one_text = len(files) == 1 and is_text and not separator and not callable(field)
+    identity = [data.get("format") or field, suffixes, sums, *filter(None, [separator])]
     return Source(
         name=name or "-".join(map(_name_of, given, paths)),
         sha256=sums[0] if is_one_text else sha256_json(identity),

@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minigpt.data.tokenizer import Ids, Tokenizer, from_dict
+from minigpt.data.tokenizer import Ids, Tokenizer, encode_prompt, from_dict
 from minigpt.utils.checks import NON_NEGATIVE_INT, Settings, one_of
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.extras import from_extras
 from minigpt.utils.files import read_json, sha256_json
 
 FORMAT = 6
@@ -33,13 +35,16 @@ class Split:
 
     files: Sequence[Path]
     tokens: int
-    bytes: int
+    bytes: int  # of the text that losses are of
     documents: int
+    targets: int  # tokens that losses are of: all, or those of answers in conversations
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Token files of two splits and their tokenizer."""
+
+    is_packed: ClassVar[bool] = False  # conversations, whose windows are packed with whole ones
 
     name: str
     sha256: str  # of the text (`Source` of data/sources.py), or of token files
@@ -79,6 +84,14 @@ class Corpus:
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
         return Tokens(getattr(self, split).files[0], self.dtype, self.tokenizer.vocab_size)
+
+    def scored_tokens(self, split: str) -> "Tokens | Ids":
+        """Return the ids of "train" or "val" that losses are of, in their order, (N,)."""
+        return self.tokens(split)
+
+    def sample_prompt(self, text: str) -> tuple[str, Ids]:
+        """Return a prompt for samples as text and as ids, (T,)."""
+        return text, encode_prompt(self.tokenizer, text)
 
 
 class Tokens:
@@ -140,7 +153,8 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{key} must be a {kind.__name__}")
         provenance = meta["provenance"]
         split = [provenance.get(key) for key in ("source_sha256", "split", "val_fraction")]
-        return Corpus(
+        kind = from_extras("ConversationCorpus") if "format" in provenance else Corpus
+        return kind(
             name=meta["name"],
             sha256=meta["sha256"],
             tokenizer=from_dict(meta["tokenizer"]),
@@ -162,4 +176,5 @@ def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:
     expected = sizes["tokens"] * np.dtype(dtype).itemsize
     if (found := file.stat().st_size) != expected:
         raise UserError(f"{file} has {found} bytes, {META} needs {expected}")
-    return Split([file], sizes["tokens"], sizes["bytes"], sizes["documents"])
+    targets = sizes.get("targets", sizes["tokens"])
+    return Split([file], sizes["tokens"], sizes["bytes"], sizes["documents"], targets)

@@ -8,8 +8,9 @@ tokenizer of Hugging Face.
 import base64
 import hashlib
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,8 @@ class Tokenizer:
     suffix: Sequence[int] = ()
     reads_special = False  # names of special tokens in a prompt are these tokens
     splits_at_cuts = True  # `readers.cut_point` separates parts that are encoded independently
-    # With the chat template of a folder.
-    encode_chat: Callable[[list[dict[str, str]]], list[int]] | None = None
+    # How conversations are written (`add_chat`); extras/conversations encodes them.
+    chat: Settings | None = None
 
     @property
     def end_token(self) -> int | None:
@@ -102,7 +103,12 @@ class Tokenizer:
 
     def parse(self, text: str) -> Ids:
         """Encode a text to continue or to score, with special tokens if `reads_special`."""
-        return self.encode(text)
+        if not self.reads_special:
+            return self.encode(text)
+        names = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        parts = re.split(f"({names})", text)
+        ids = [[self.special[p]] if p in self.special else self.encode(p) for p in parts]
+        return np.concatenate(ids).astype(self.separator.dtype)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Decode ids to text; invalid ids and bytes become the replacement character."""
@@ -118,9 +124,32 @@ class Tokenizer:
         names = {i: name for name, i in self.special.items()}
         return "".join(names.get(int(i)) or self.decode([i]) for i in ids)
 
+    def add_chat(self, chat: Settings) -> None:
+        """Set how conversations are written, and add the special tokens that this needs.
+
+        Args:
+            chat: `template`, in Jinja; `tokens`, the special tokens that it reads, by name; `marks`,
+                special tokens to add, the last of which ends a turn, and with it a text.
+        """
+        template, tokens, marks = (chat[key] for key in ("template", "tokens", "marks"))
+        if not all(isinstance(each, str) for each in (template, *tokens, *tokens.values(), *marks)):
+            raise UserError("the template, tokens and marks of a chat must be texts")
+        self.chat = {"template": template, "tokens": dict(tokens), "marks": list(marks)}
+        for name in [name for name in marks if name not in self.special]:
+            self.special = {**self.special, name: self.vocab_size}
+            self.token_bytes = {**self.token_bytes, self.vocab_size: b""}
+            self.vocab_size += 1
+        if marks:
+            self.reads_special = True
+            self.separated = True
+            self.separator = np.array([self.special[marks[-1]]], token_dtype(self.vocab_size))
+
     def to_dict(self) -> dict[str, object]:
-        """Return the plain data from which `from_dict` rebuilds the tokenizer: here its name."""
-        return {"name": self.name}
+        """Return the plain data from which `from_dict` rebuilds the tokenizer."""
+        return {"name": self.name, **self._values(), **({"chat": self.chat} if self.chat else {})}
+
+    def _values(self) -> Settings:
+        return {}
 
 
 class CharTokenizer(Tokenizer):
@@ -144,18 +173,18 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         ids = self._ids.take(_code_points(text), mode="clip")
-        if ids.max(initial=0) == self.vocab_size:
+        if ids.max(initial=0) == len(self.alphabet):
             unknown = sorted(set(text) - set(self.alphabet))
             listed = ", ".join(map(visible, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
-                f"the tokenizer has no id for {listed}; its alphabet is the {self.vocab_size} "
+                f"the tokenizer has no id for {listed}; its alphabet is the {len(self.alphabet)} "
                 f"characters of the text it was built from; "
                 f"a model with tokenizer=byte or bpe reads any text"
             )
         return ids
 
-    def to_dict(self) -> dict[str, object]:
-        return {"name": self.name, "alphabet": self.alphabet}
+    def _values(self) -> Settings:
+        return {"alphabet": self.alphabet}
 
 
 class ByteTokenizer(Tokenizer):
@@ -296,11 +325,10 @@ class BPETokenizer(Tokenizer):
     def start(self) -> Ids:
         return self.separator if self.separated else self.encode("\n")
 
-    def to_dict(self) -> dict[str, object]:
+    def _values(self) -> Settings:
         # One string of base64 loads in a twentieth of the time of a list of 50,000.
         tokens = ["-" if t is None else base64.b64encode(t).decode() for t in self.tokens]
         return {
-            "name": self.name,
             "tokens": " ".join(tokens),
             "special": self.special,
             "separated": self.separated,
@@ -338,23 +366,29 @@ class BPETokenizer(Tokenizer):
 def from_dict(values: Settings) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it describes none."""
     try:
-        match values["name"]:
-            case CharTokenizer.name:
-                return CharTokenizer(values["alphabet"])
-            case ByteTokenizer.name:
-                return ByteTokenizer()
-            case "huggingface":
-                return from_extras("HuggingFaceTokenizer")(
-                    values["json"],
-                    values["separator"],
-                    **values.get("options", {}),
-                )
-            case name if name in (BPETokenizer.trained, *PATTERNS):
-                return BPETokenizer.from_dict(values)
+        tokenizer = _without_chat(values)
+        if "chat" in values:
+            tokenizer.add_chat(values["chat"])
+        return tokenizer
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})"
         ) from error
+
+
+def _without_chat(values: Settings) -> Tokenizer:
+    match values["name"]:
+        case CharTokenizer.name:
+            return CharTokenizer(values["alphabet"])
+        case ByteTokenizer.name:
+            return ByteTokenizer()
+        case "huggingface":
+            options = values.get("options", {})
+            return from_extras("HuggingFaceTokenizer")(
+                values["json"], values["separator"], **options
+            )
+        case name if name in (BPETokenizer.trained, *PATTERNS):
+            return BPETokenizer.from_dict(values)
     raise UserError(
         f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}"
     )

@@ -335,7 +335,7 @@ def sample_best(
     sample = sample_text(
         model,
         data.corpus.tokenizer,
-        "",
+        *data.corpus.sample_prompt(""),
         seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else float("inf"),
         temperature=0.8,
         seed=data.run.seed,

@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
-from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.data.batches import (
+    Batches,
+    ValidationBatches,
+    training_batches,
+    validation_batches,
+)
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.strategies import DDP
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
@@ -162,12 +167,15 @@ class TokenDataModule(L.LightningDataModule):
             lambda size: size >= self.trainer.world_size,
             f"≥ {self.trainer.world_size}, the number of processes",
         )
-        return Batches(
-            self.corpus.tokens("train"),
-            WindowOrder(self.corpus.train.tokens, self.block_size, self.run.seed),
+        accumulate = self.run.trainer.accumulate_grad_batches
+        return training_batches(
+            self.corpus,
+            self.block_size,
+            self.run.seed,
+            accumulate=accumulate,
             batch_size=self.run.data.batch_size,
-            first=lambda: self.trainer.global_step * self.run.trainer.accumulate_grad_batches,
-            stop=self.run.max_steps * self.run.trainer.accumulate_grad_batches,
+            first=lambda: self.trainer.global_step * accumulate,
+            stop=self.run.max_steps * accumulate,
             repeat=self.run.data.overfit_batches,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
@@ -175,9 +183,9 @@ class TokenDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> ValidationBatches:
-        return ValidationBatches(
-            self.corpus.tokens("val"),
-            block_size=self.block_size,
+        return validation_batches(
+            self.corpus,
+            self.block_size,
             batch_size=self.run.data.eval_batch_size,
             n_batches=self.run.eval_batches,
             rank=self.trainer.global_rank,

@@ -71,9 +71,11 @@ class LanguageModel(L.LightningModule):
         """Weight the loss by the share of this rank in a batch: gradients are means over ranks."""
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(*batch)  # mean cross-entropy over (B, T), nats per token
-        return loss if self.weight == 1 else loss * self.weight
+    def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
+        tokens, targets, *own = batch  # (B, T) each; batches of conversations bring their weight
+        loss: Tensor = self.model(tokens, targets)  # mean cross-entropy, nats per target
+        weight = own[0] if own else self.weight
+        return loss if weight == 1 else loss * weight
 
     def configure_gradient_clipping(
         self,

@@ -4,10 +4,15 @@ from pkgutil import resolve_name
 from typing import Any
 
 _MODULES = {
+    "ConversationCorpus": "conversations.corpus",
+    "ConversationReader": "conversations.reader",
     "HuggingFaceTokenizer": "huggingface.tokenizer_json",
     "compute_sentence": "research.multiplier",
+    "PackedBatches": "conversations.packing",
+    "PackedValidation": "conversations.packing",
     "append_to_ledger": "research.conclusion",
     "compute_shares": "research.multiplier",
+    "encode_chat": "conversations.encoding",
     "find_huggingface": "huggingface.pretrained",
     "find_resumed_corpus": "corpora.run_corpus",
     "hub_source": "corpora.hub_data",
@@ -20,6 +25,7 @@ _MODULES = {
     "prune": "search.pruning",
     "read_compressed": "corpora.compressed",
     "read_csv": "corpora.tables",
+    "read_json_rows": "conversations.reader",
     "read_parquet": "corpora.tables",
     "rung_steps": "search.pruning",
     "seed_batches": "research.more_seeds",
@@ -27,7 +33,9 @@ _MODULES = {
     "steps_note": "planner.swept_plans",
     "swept_overrides": "planner.swept_plans",
     "train_with_code": "research.code_trees",
+    "unmarked": "conversations.encoding",
     "with_possible_sizes": "planner.planned_sizes",
+    "write_conversations": "conversations.encoding",
     "write_stand_in": "corpora.plays",
     "written_version": "research.code_trees",
 }

@@ -26,6 +26,7 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
     name, subset, revision, field = (
         data[key] for key in ("dataset", "subset", "revision", "field")
     )
+    read_as = data.get("format") or field
     setting, is_local = f"data.dataset={name}", Path(name).is_dir()
     with _explained(setting, is_local):
         if is_local:
@@ -46,12 +47,12 @@ def hub_source(data: Mapping[str, Any], split: str) -> Source:
             # The cache of datasets may hold another commit
             if not is_local and builder.hash != revision:
                 raise ConnectionError(revision)
-            for row in builder.as_streaming_dataset(split=split):
-                yield row_chunk(row, field, setting, "column")
+            for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
+                yield row_chunk(row, field, f"{setting}, row {number:,}", "column")
 
     return Source(
         name=data["name"],
-        sha256=sha256_json([*read, subset, revision, field, split]),
+        sha256=sha256_json([*read, subset, revision, read_as, split]),
         read=lambda: without_null(stream(), setting),
     )
 

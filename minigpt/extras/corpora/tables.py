@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from minigpt.data.readers import TextChunk, content_suffix, read_lines, row_chunk
+from minigpt.data.readers import Field, TextChunk, content_suffix, read_lines, row_chunk
 from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
 
@@ -14,7 +14,7 @@ _ARROW_TEXT = re.compile(
 )
 
 
-def read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
+def read_csv(file: Path, field: Field) -> Iterator[TextChunk | None]:
     """Read the column `field` of a .csv or .tsv file."""
     csv.field_size_limit((1 << 31) - 1)  # characters of a cell
     dialect = "excel-tab" if content_suffix(file) == ".tsv" else "excel"
@@ -32,7 +32,7 @@ def read_csv(file: Path, field: str) -> Iterator[TextChunk | None]:
         ) from error
 
 
-def read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
+def read_parquet(file: Path, field: Field) -> Iterator[TextChunk | None]:
     """Read the column `field` of a .parquet file."""
     parquet = import_extra("pyarrow.parquet", ".parquet", "data")
     arrow = import_extra("pyarrow", ".parquet", "data")
@@ -44,9 +44,13 @@ def read_parquet(file: Path, field: str) -> Iterator[TextChunk | None]:
                 for column in table.schema_arrow
                 if _ARROW_TEXT.fullmatch(str(column.type))
             ]
-            row_chunk(dict.fromkeys(columns, ""), field, str(file), "column")
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield row_chunk({field: text}, field, str(file), "column")
+            read = None if callable(field) else [field]
+            if read:
+                row_chunk(dict.fromkeys(columns, ""), field, str(file), "column")
+            number = 0
+            for batch in table.iter_batches(batch_size=256, columns=read):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row_chunk(row, field, f"{file}, row {number:,}", "column")
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a complete Parquet file ({error})") from error

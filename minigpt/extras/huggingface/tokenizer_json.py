@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from minigpt.data.tokenizer import (
     token_dtype,
     whole_characters,
 )
-from minigpt.extras.huggingface.chat_template import find_template, render
+from minigpt.extras.huggingface.chat_template import find_template
 from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
@@ -167,12 +167,16 @@ class HuggingFaceTokenizer(Tokenizer):
             self.encode(text) if self.split_special else _parsing_tokenizer(self.json).encode(text)
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        values = {
-            "name": self.name,
-            "json": self.json,
-            "separator": next(iter(self.separator.tolist()), None),
-        }
+    def locate(self, text: str) -> tuple[Ids, Ids, Ids]:
+        """Return the ids of `parse`, and where each starts and stops in the text, (N,) each."""
+        backend = (self if self.split_special else _parsing_tokenizer(self.json)).backend
+        with _one_line_errors("tokenizer.json does not encode this text"):
+            (encoding,) = backend.encode_batch([text], add_special_tokens=False)
+        places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)  # of characters
+        return np.array(encoding.ids, dtype=self.separator.dtype), places[:, 0], places[:, 1]
+
+    def _values(self) -> dict[str, Any]:
+        values = {"json": self.json, "separator": next(iter(self.separator.tolist()), None)}
         options = {"bos": self.bos, "ends": self.ends, "split_special": self.split_special}
         # Without options that are off, as in older checkpoints
         return values | ({"options": options} if any(options.values()) else {})
@@ -291,7 +295,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
             tokenizer.separator = np.array([separator], dtype=tokenizer.separator.dtype)
             tokenizer.separated = True
         if template := find_template(folder, config):
-            tokenizer.encode_chat = partial(encode_chat, template, tokens, tokenizer)
+            tokenizer.add_chat({"template": template, "tokens": tokens, "marks": []})
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
     return tokenizer
@@ -349,21 +353,6 @@ def _fields(token: Any) -> dict[str, Any]:
     return {"content": fields["content"]} | {
         flag: fields.get(flag, value) for flag, value in _SPECIAL.items()
     }
-
-
-def encode_chat(
-    template: str,
-    tokens: Mapping[str, str],
-    tokenizer: HuggingFaceTokenizer,
-    messages: list[dict[str, str]],
-) -> list[int]:
-    """Return the ids of messages, each with a role and a content, up to the start of the answer.
-
-    Special tokens become their ids, also in a message; the template, which reads `tokens`, writes a
-    start token itself. Raise UserError if the template does not take the messages.
-    """
-    ids: list[int] = tokenizer.parse(render(template, tokens, messages)).tolist()
-    return ids
 
 
 @lru_cache(maxsize=4)

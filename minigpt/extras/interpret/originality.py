@@ -129,8 +129,10 @@ def read_documents(corpus: Corpus, split: str, limit: int) -> bytes:
         UserError: the token files do not show where documents start.
     """
     part: Split = getattr(corpus, split)
-    tokens, end = corpus.tokens(split), corpus.tokenizer.end_token
-    token_bytes = {i: token for i, token in corpus.tokenizer.token_bytes.items() if i != end}
+    tokens, end = corpus.scored_tokens(split), corpus.tokenizer.end_token
+    # A special token ends a document, or an answer
+    named = corpus.tokenizer.token_bytes.items()
+    token_bytes = {i: token for i, token in named if token and i != end}
     text = bytearray()
     for begin in range(0, len(tokens), _DECODED):
         if len(text) < limit:

@@ -52,7 +52,7 @@ class Originality(ReportCallback):
 
             # Of the token files of another tool, only the validation split was counted
             train, val = corpus.train, corpus.val
-            if (train.bytes or train.tokens * val.bytes / val.tokens) > MAX_INDEXED_BYTES:
+            if (train.bytes or train.tokens * val.bytes / val.targets) > MAX_INDEXED_BYTES:
                 raise RunError(
                     f"the training text has more than 20 MB; compare with {usage('sample')} "
                     "--originality"
@@ -73,7 +73,8 @@ class Originality(ReportCallback):
     def _draw(self, model: GPT, corpus: Corpus, end: float) -> list[str]:
         # Samples until they have enough characters; those that end with a document are short
         tokenizer: Tokenizer = corpus.tokenizer
-        ids = corpus.tokens("val")[:DECODED_TOKENS].tolist()
+        ids = corpus.scored_tokens("val")[:DECODED_TOKENS].tolist()
+        prompt = corpus.sample_prompt("")[1]
         per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
         drawn: list[str] = []
         missing = self.characters or 0
@@ -81,7 +82,7 @@ class Originality(ReportCallback):
             samples = draw_samples(
                 model,
                 tokenizer,
-                tokenizer.start,
+                prompt,
                 seconds=left,
                 max_new_tokens=DRAWN_TOKENS,
                 temperature=0.8,

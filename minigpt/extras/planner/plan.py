@@ -17,7 +17,7 @@ import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.data.batches import Batches, WindowOrder
+from minigpt.data.batches import training_batches
 from minigpt.data.token_files import Corpus
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads, without
@@ -245,9 +245,11 @@ def step_seconds(
     """
     # The model, the optimizer and the batches of a run
     fabric, model, optimizer = _set_up(cfg, corpus, config)
-    batches = Batches(
-        corpus.tokens("train"),
-        WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed),
+    batches = training_batches(
+        corpus,
+        cfg.model.block_size,
+        cfg.seed,
+        accumulate=1,
         first=lambda: 0,
         stop=TIMED_STEPS,
         repeat=0,
@@ -261,7 +263,7 @@ def step_seconds(
     with cpu_threads(cfg.threads):
         fixed = cfg.threads is not None or fabric.device.type != "cpu"
         threads = ThreadBalancer(window=max(0.1, seconds / 4), fixed=fixed)
-        for tokens, targets in batches:
+        for tokens, targets, *_ in batches:
             threads.start()
             fabric.backward(model(tokens, targets))
             optimizer.step()

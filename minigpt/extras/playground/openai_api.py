@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
+from minigpt.extras.conversations.encoding import encode_chat
 from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.extras.playground import http
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token, TokenStream
@@ -114,7 +115,7 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
             {"role": m["role"], "content": text}
             for m, text in zip(call.messages, texts, strict=True)
         ]
-        call.prompts = [messages if engine.tokenizer.encode_chat else "\n".join(texts)]
+        call.prompts = [messages if engine.tokenizer.chat else "\n".join(texts)]
         call.n_top = (call.top_logprobs or 0) if call.logprobs else None
         call.max_tokens = call.max_completion_tokens or call.max_tokens
     else:
@@ -132,7 +133,7 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
         engine.tokenizer.special,
     )
     # Where any special token ends a turn
-    in_chat = chat and engine.tokenizer.encode_chat is not None
+    in_chat = chat and engine.tokenizer.chat is not None
     ends = special.values() if in_chat else [special[text] for text in stops if text in special]
     call.stop = (*stops, *ends, *engine.tokenizer.end_ids)
     call.seed = random.getrandbits(32) if call.seed in (None, -1) else call.seed
@@ -149,8 +150,8 @@ async def _read_prompt(
     """
     ids, begin = prompt, Part(reason=None if call.max_tokens else "length")
     try:
-        if (encode_chat := call.tokenizer.encode_chat) and call.chat:
-            ids = await asyncio.to_thread(encode_chat, prompt)
+        if call.tokenizer.chat and call.chat:
+            ids = await asyncio.to_thread(encode_chat, call.tokenizer, prompt)
         elif isinstance(prompt, str):
             ids = (
                 await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))

@@ -205,7 +205,7 @@ class MetricsCallback(L.Callback):
         val = trainer.datamodule.corpus.val  # type: ignore[attr-defined]
         self._log(
             trainer,
-            {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)},
+            {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.targets)},
         )
 
     def on_train_end(self, *_: object, **__: object) -> None:

@@ -13,7 +13,7 @@ import lightning.pytorch as L
 import torch
 from tqdm import tqdm
 
-from minigpt.data.tokenizer import Tokenizer, encode_prompt
+from minigpt.data.tokenizer import Ids, Tokenizer, encode_prompt
 from minigpt.model.gpt import GPT
 from minigpt.runs.run_dir import SAMPLES
 from minigpt.sampling.generation import Sample, stream
@@ -41,14 +41,14 @@ class SamplesCallback(L.Callback):
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer
         # A character that the tokenizer lacks is an error before training.
-        encode_prompt(self.tokenizer, self.prompt)
+        self.start = trainer.datamodule.corpus.sample_prompt(self.prompt)
         # On a CPU, a token that is drawn takes as long as 6 to 14 that are trained on.
         trained = trainer.val_check_interval * trainer.datamodule.tokens_per_batch
         self.settings.setdefault("max_new_tokens", max(16, min(200, int(trained * 0.01))))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
-            text = sample_text(pl_module.model, self.tokenizer, self.prompt, **self.settings)
+            text = sample_text(pl_module.model, self.tokenizer, *self.start, **self.settings)
             if trainer.is_global_zero:
                 with open(f"{trainer.default_root_dir}/{SAMPLES}", "a", encoding="utf-8") as file:
                     file.write(f"── {title(trainer)} ──\n{text.strip()}\n\n")
@@ -57,10 +57,20 @@ class SamplesCallback(L.Callback):
 
 
 def sample_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = float("inf"), **settings: Any
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    ids: Ids | None = None,
+    *,
+    seconds: float = float("inf"),
+    **settings: Any,
 ) -> str:
-    """Return a prompt and one continuation of it, as `draw_samples` does."""
-    ids = encode_prompt(tokenizer, prompt)
+    """Return a prompt and one continuation of it, as `draw_samples` does.
+
+    Args:
+        ids: of the prompt, by default those of its text.
+    """
+    ids = encode_prompt(tokenizer, prompt) if ids is None else ids
     return prompt + draw_samples(model, tokenizer, ids, seconds=seconds, **settings)[0].text
 
 

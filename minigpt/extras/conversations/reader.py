@@ -1,0 +1,210 @@
+"""Conversations of files and data sets, read row by row and rendered with marks.
+
+Rows are recognized by their keys: `messages` (OpenAI, Hugging Face), `conversations` (ShareGPT),
+`instruction` and `output` (Alpaca). A rendered conversation is a text in which single characters
+mark where it starts, where a question follows an answer, and where the answers are, so that it goes
+through the preparation of a corpus as any other text does.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from minigpt.data.readers import Field, TextChunk, read_jsonl, read_lines
+from minigpt.data.tokenizer import Tokenizer, whole_characters
+from minigpt.extras.conversations.template import ANSWER, END, Message, chat_of, render
+from minigpt.utils.checks import Settings
+from minigpt.utils.errors import UserError
+
+# Marks of a rendered conversation, with `ANSWER` and `END`; ESCAPE is inside names of special
+# tokens that are ordinary text.
+CONVERSATION, QUESTION, ESCAPE = "\ufdd0", "\ufdd1", "\ufdd4"
+_RESERVED = re.compile("[\ufdd0-\ufdef]")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
+_UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
+
+Span = tuple[int, int]  # of characters
+
+
+class ConversationReader:
+    """Read the conversation of a row, as `data.field` of `read_documents`.
+
+    Args:
+        tokenizer: of pretrained weights; None: it is built from the conversations.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.chat = chat_of(tokenizer)
+        self.special = [*(tokenizer.special if tokenizer else ()), *self.chat["marks"]]
+        self.is_literal = tokenizer is None or tokenizer.name != "huggingface"
+
+    def __call__(self, row: object, where: str) -> TextChunk:
+        """Return a rendered conversation; raise UserError, with its place, if it has none."""
+        try:
+            messages = read_messages(row)
+            if self.is_literal:
+                messages = escape(messages, self.special)
+            return TextChunk(mark(self.chat, messages, self.special), True)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+
+def read_json_rows(file: Path, field: Field) -> Iterator[TextChunk | None]:
+    """Read a file of another suffix: JSON Lines, or one array."""
+    if not callable(field) or next(iter(read_lines(file)), "").lstrip()[:1] != "[":
+        yield from read_jsonl(file, field)
+        return
+    try:
+        rows = json.loads("\n".join(read_lines(file)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON ({error})") from error
+    for number, row in enumerate(rows, 1):
+        yield field(row, f"{file}, item {number:,}")
+
+
+def read_messages(row: object) -> list[Message]:
+    """Return the messages of a row; raise UserError if they are no conversation to learn from."""
+    cells = _present(row)
+    match cells:
+        case {"messages": messages} | {"conversations": messages}:
+            pass
+        case {"instruction": question, "output": answer}:
+            parts = filter(None, [question, cells.get("input")])
+            messages = [("system", cells.get("system")), ("user", "\n\n".join(map(str, parts)))]
+            messages = [{"role": r, "content": c} for r, c in messages if c]
+            messages.append({"role": "assistant", "content": answer})
+        case _:
+            raise UserError(
+                "a conversation must have messages, conversations, or instruction and output, "
+                f"got {', '.join(map(str, cells)) or row!r:.80}"
+            )
+    if not isinstance(messages, list):
+        raise UserError(f"the messages must be a list, got {messages!r:.80}")
+    found = [_read_message(each, f"message {i}") for i, each in enumerate(messages, 1)]
+    if not any(each["role"] == "assistant" for each in found):
+        raise UserError("a conversation must have a message of the role assistant, from which to learn")
+    return found
+
+
+def _present(row: object) -> dict[str, Any]:
+    # The cells of a row that hold something: a table has all of them in every row.
+    cells = row if isinstance(row, Mapping) else {}
+    found = {key: value for key, value in cells.items() if value is not None}
+    for key in _UNSUPPORTED:
+        if found.get(key):
+            raise UserError(f"{key} is not supported; leave such conversations out")
+    return found
+
+
+def _read_message(given: object, name: str) -> Message:
+    values = _present(given)
+    if "from" in values and "value" in values:
+        role = values.pop("from")
+        values |= {"role": _SHAREGPT.get(str(role), role), "content": values.pop("value")}
+    content = values.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        content = "".join(map(str, texts)) if len(texts) == len(content) else content
+    role = values.get("role")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise UserError(f"{name} must have a role and a content that are texts, got {given!r:.80}")
+    if role == "assistant" and not content.strip():
+        raise UserError(f"{name} is an empty answer; leave it out")
+    return values | {"content": _RESERVED.sub("\ufffd", whole_characters(content))}
+
+
+def escape(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
+    """Return messages in which names of special tokens are ordinary text when they are encoded."""
+    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    escaped = []
+    for message in messages:
+        text = names.sub(lambda name: name[0][0] + ESCAPE + name[0][1:], message["content"])
+        escaped.append({**message, "content": text})
+    return escaped
+
+
+def mark(chat: Settings, messages: Sequence[Message], special: Sequence[str]) -> str:
+    """Return a conversation as text with marks.
+
+    A template that renders an answer otherwise once another message follows gives a text per
+    answer, each after `CONVERSATION`.
+
+    Args:
+        special: the names of special tokens.
+
+    Raises:
+        UserError: the template does not take the messages, or leaves some out.
+    """
+    # What the template renders, and whether it is everything
+    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    texts = _render_answers(chat, messages, names)
+    answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+    n_found = sum(len(spans) for _, spans in texts)
+    if n_found != len(answers):
+        raise UserError(f"the chat template marks {n_found} answers of {len(answers)}")
+    for i, each in enumerate(messages, 1):
+        if each["role"] != "assistant" and each["content"].strip() not in texts[-1][0]:
+            raise UserError(f"the chat template leaves out message {i}, of the role {each['role']}")
+    # Marks at their places; answers of weight 0 are not learned, as in OpenAI's files
+    marked = ""
+    following = iter(answers)
+    for text, spans in texts:
+        places = [(0, CONVERSATION)]
+        for start, end in spans:
+            i = next(following)
+            if messages[i].get("weight", 1):
+                places += [(start, ANSWER), (end, END)]
+            if [each["role"] for each in messages[i + 1 : i + 2]] == ["user"]:
+                places.append((_question_after(text, end, names), QUESTION))
+        begins = [place for place, _ in places]
+        for (begin, sign), until in zip(places, [*begins[1:], len(text)], strict=True):
+            marked += sign + text[begin:until]
+    return marked
+
+
+def _render_answers(
+    chat: Settings, messages: Sequence[Message], names: re.Pattern[str]
+) -> list[tuple[str, list[Span]]]:
+    """Return the rendered text and where its answers are; several texts if each has its own."""
+    # By the marks of the template
+    parts = re.split(f"[{ANSWER}{END}]", render(chat, messages, prompt=False))
+    ends = list(accumulate(map(len, parts)))
+    text = "".join(parts)
+    if len(parts) > 1:
+        return [(text, list(zip(ends[:-1:2], ends[1::2], strict=True)))]
+    # Turn by turn
+    turns = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            begin = render(chat, messages[:i], prompt=True)
+            until = render(chat, messages[: i + 1], prompt=False)
+            if not until.startswith(begin):
+                raise UserError(
+                    f"the chat template starts an answer with {begin[-20:]!r}, and does not render "
+                    "it so; give it {% generation %} around the answers"
+                )
+            end = _end_of_answer(until, len(begin), message["content"].strip(), names)
+            turns.append((until, (len(begin), end)))
+    if all(text.startswith(until[:end]) for until, (_, end) in turns):
+        return [(text, [span for _, span in turns])]
+    return [(until, [span]) for until, span in turns]
+
+
+def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) -> int:
+    # After the special token that ends it; a template that changes it may have others within
+    at = text.find(content, start)
+    tokens = list(names.finditer(text, max(at, start) + len(content) * (at >= 0)))
+    if tokens:
+        return tokens[0 if at >= 0 else -1].end()
+    return len(text.rstrip())
+
+
+def _question_after(text: str, end: int, names: re.Pattern[str]) -> int:
+    # After the special token that ends the answer, if it is not part of it, and line breaks
+    token = names.match(text, end)
+    last = max((each.end() for each in names.finditer(text, 0, end)), default=0)
+    begin = token.end() if token and last < end else end
+    return len(text) - len(text[begin:].lstrip())
