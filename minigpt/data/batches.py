@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minigpt.data.token_files import Corpus, Tokens
-from minigpt.utils.extras import from_extras
+from minigpt.data.token_files import Tokens
 from minigpt.utils.threads import map_in_threads
 
 Array = NDArray[np.int64]
@@ -35,17 +34,23 @@ class WindowOrder:
     they overlap at two of their boundaries, one near each end: each epoch draws which two, and how
     much of `overlap` is at the first of them, by which the windows between the two are moved. The
     training split has more tokens than one window.
+
+    Args:
+        moves: cut the text at new places in every epoch; False: windows are side by side.
     """
 
-    def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
+    def __init__(self, n_tokens: int, block_size: int, seed: int, *, moves: bool = True) -> None:
         self.block_size = block_size
         self.seed = seed
         self.last_start = n_tokens - 1 - block_size
         # So many windows that `overlap`, the range of the random offset, is at least half a window;
         # all epochs have the same number.
-        self.n_windows = 1 - (-2 * self.last_start - block_size) // (2 * block_size)
+        least = block_size if moves else 0  # twice the least overlap
+        self.n_windows = 1 - (-2 * self.last_start - least) // (2 * block_size)
         self.overlap = (self.n_windows - 1) * block_size - self.last_start
-        self.n_edge = min(8, self.n_windows - 1)  # boundaries at each end, one of which overlaps
+        self.n_edge = max(
+            1, min(8, self.n_windows - 1)
+        )  # boundaries at each end, one of which overlaps
 
     def starts(self, index: Array) -> Array:
         """Return the first token of the windows at positions `index` over all epochs, any shape."""
@@ -57,7 +62,18 @@ class WindowOrder:
         return starts
 
     def _epoch_starts(self, epoch: int, position: Array) -> Array:  # (N,) to (N,)
-        window, (offset, first_place, last_place) = self._shuffle(epoch, position)
+        # The random numbers of the epoch: keys of its order, its offset, its places of overlap.
+        is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
+        n_keys = self.n_windows if is_shuffled else 4  # rounds of the Feistel network
+        numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
+        keys = numbers[:n_keys].astype(np.uint64)
+        offset, first_place, last_place = numbers[n_keys:].tolist()
+
+        # Which window of the text is read at each position.
+        if is_shuffled:
+            window = np.argsort(keys)[position]  # (N,)
+        else:
+            window = permute(position, self.n_windows, keys)  # (N,)
 
         # Adjacent windows would end beyond the text: after each place of overlap they move back.
         first_overlap = offset % (self.overlap + 1)
@@ -67,18 +83,6 @@ class WindowOrder:
         moved = first_overlap * is_after_first + last_overlap * is_after_last  # (N,)
         # Of a split with few windows, the two boundaries may be one, or in reverse order.
         return np.clip(window * self.block_size - moved, 0, self.last_start)  # (N,)
-
-    def _shuffle(self, epoch: int, position: Array) -> tuple[Array, list[int]]:
-        # Which window is read at each position, (N,), and random numbers of the epoch.
-        is_shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
-        n_keys = self.n_windows if is_shuffled else 4  # rounds of the Feistel network
-        numbers = np.random.SeedSequence((self.seed, epoch)).generate_state(n_keys + 3, np.uint64)
-        keys = numbers[:n_keys].astype(np.uint64)
-        if is_shuffled:
-            window = np.argsort(keys)[position]  # (N,)
-        else:
-            window = permute(position, self.n_windows, keys)  # (N,)
-        return window, numbers[n_keys:].tolist()
 
 
 def permute(index: Array, n: int, keys: NDArray[np.uint64]) -> Array:
@@ -104,30 +108,6 @@ def permute(index: Array, n: int, keys: NDArray[np.uint64]) -> Array:
     while (outside := x >= n).any():
         x[outside] = shuffle(x[outside])
     return x.astype(np.int64)
-
-
-def training_batches(
-    corpus: Corpus, block_size: int, seed: int, *, accumulate: int, **options: Any
-) -> "Batches":
-    """Return the training batches of a corpus.
-
-    Args:
-        accumulate: batches per optimizer step, which share the targets of conversations unevenly.
-        options: of `Batches`.
-    """
-    if corpus.is_packed:
-        return from_extras("PackedBatches").of(
-            corpus, block_size, seed, accumulate=accumulate, **options
-        )
-    order = WindowOrder(corpus.train.tokens, block_size, seed)
-    return Batches(corpus.tokens("train"), order, **options)
-
-
-def validation_batches(corpus: Corpus, block_size: int, **options: Any) -> "ValidationBatches":
-    """Return the validation batches of a corpus, with `options` of `ValidationBatches`."""
-    if corpus.is_packed:
-        return from_extras("PackedValidation").of(corpus, block_size, **options)
-    return ValidationBatches(corpus.tokens("val"), block_size, **options)
 
 
 @dataclass(eq=False)
@@ -156,7 +136,7 @@ class Batches:
     def __len__(self) -> int:
         return self.stop
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self.read_windows(self._starts())
 
     def _starts(self) -> Iterator[Array]:
@@ -222,7 +202,8 @@ class WindowReader:
         self.device = device
         self.window = np.arange(block_size + 1)  # (T + 1,)
         self.on_device: Tensor | None = None
-        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS:
+        # The ids of an order of their own are found on the CPU
+        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and tokens.is_text:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)  # (N,)
 
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -234,7 +215,11 @@ class WindowReader:
         else:
             windows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
         for window in windows:  # (B, T + 1)
-            yield window[:, :-1], window[:, 1:]
+            if self.tokens.is_text:
+                yield window[:, :-1], window[:, 1:]
+            else:
+                ids = window.where(window >= 0, ~window)  # `~id` is an id that is no target
+                yield ids[:, :-1], window[:, 1:].where(window[:, 1:] >= 0, IGNORE_INDEX)
 
     def _index(self, starts: Array) -> Array:
         return np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)

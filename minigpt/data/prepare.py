@@ -10,10 +10,11 @@ import math
 import platform
 import shutil
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -148,14 +149,17 @@ def _write_corpus(
         if not tokenizer.splits_at_cuts and not chat:
             chunks = from_extras("join_chunks")(chunks)
         batches = TextBatches(chunks)
-        write = from_extras("write_conversations") if chat else _write_tokens
-        sizes = write(partial, tokenizer, batches, threads)
+        encoder = from_extras("TurnEncoder")(tokenizer) if chat else tokenizer
+        _write_tokens(partial, encoder, batches, threads)
         if batches.has_separators and not chat:
             warn(
                 f"{SEPARATOR} in the text is read as ordinary text; "
                 f"data.separator='{SEPARATOR}' splits text files there"
             )
-        meta = _build_meta(partial, sources, provenance, tokenizer, batches, sizes)
+        dtype = token_dtype(encoder.vocab_size)
+        meta = _build_meta(partial, sources, provenance, tokenizer, batches, dtype)
+        if chat:
+            from_extras("count_answers")(partial, meta, tokenizer)
         write_json(partial / META, meta)
         if not (target / META).is_file():  # no other host wrote it meanwhile
             partial.rename(target)
@@ -275,8 +279,7 @@ class TextBatches:
 
 def _write_tokens(
     folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None
-) -> list[dict[str, int]]:
-    """Write the ids of both splits; return the bytes of each that losses are of."""
+) -> None:
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with ExitStack() as stack:
         files = [stack.enter_context(open(path, "wb")) for path in paths]
@@ -289,7 +292,6 @@ def _write_tokens(
         if tokenizer.end_token is None and len(starts) > 1:
             path.with_suffix(STARTS).write_bytes(starts.tobytes())
         sync(path)
-    return [{"bytes": size} for size in batches.bytes]
 
 
 def tokenize(
@@ -317,13 +319,9 @@ def _build_meta(
     provenance: Settings,
     tokenizer: Tokenizer,
     batches: TextBatches,
-    sizes: Sequence[Mapping[str, int]],
-) -> dict[str, object]:
-    """Check the token files and return the values of `meta.json`.
-
-    Args:
-        sizes: of each split, beside its tokens and documents.
-    """
+    dtype: str,
+) -> dict[str, Any]:
+    """Check the token files and return the values of `meta.json`."""
     # Both splits must have documents, and should share none.
     name = sources[0].name
     documents = [len(hashes) for hashes in batches.hashes]
@@ -344,11 +342,10 @@ def _build_meta(
     if isinstance(tokenizer, BPETokenizer) and not tokenizer.chat:
         tokenizer.separated = documents[TRAIN] > 1
     sums = [source.sha256 for source in sources]
-    dtype = token_dtype(tokenizer.vocab_size)
     splits = {
         split: {
-            **sizes[i],
             "documents": documents[i],
+            "bytes": batches.bytes[i],
             "tokens": (folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize,
         }
         for i, split in enumerate(SPLITS)

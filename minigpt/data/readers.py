@@ -367,6 +367,7 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 def read_jsonl(file: Path, field: Field) -> Iterator[TextChunk | None]:
+    """Read the rows of a file of JSON Lines."""
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
             try:

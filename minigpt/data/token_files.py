@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +42,6 @@ class Split:
 @dataclass(frozen=True)
 class Corpus:
     """Token files of two splits and their tokenizer."""
-
-    is_packed: ClassVar[bool] = False  # conversations, whose windows are packed with whole ones
 
     name: str
     sha256: str  # of the text (`Source` of data/sources.py), or of token files
@@ -85,6 +82,10 @@ class Corpus:
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
         return Tokens(getattr(self, split).files[0], self.dtype, self.tokenizer.vocab_size)
 
+    def windows(self, split: str, block_size: int) -> "Tokens":
+        """Return the ids of "train" or "val" as they are read in windows of `block_size` + 1."""
+        return self.tokens(split)
+
     def scored_tokens(self, split: str) -> "Tokens | Ids":
         """Return the ids of "train" or "val" that losses are of, in their order, (N,)."""
         return self.tokens(split)
@@ -100,6 +101,8 @@ class Tokens:
     `tokens[a:b]` reads a slice, and `tokens[index]` gathers windows, (B, T). The cost of an index
     does not depend on N. Raises UserError for ids outside the vocabulary.
     """
+
+    is_text = True  # every token is a target, and a window may start anywhere
 
     def __init__(self, file: Path, dtype: str, vocab_size: int, header: int = 0) -> None:
         self.file = file
@@ -153,8 +156,9 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{key} must be a {kind.__name__}")
         provenance = meta["provenance"]
         split = [provenance.get(key) for key in ("source_sha256", "split", "val_fraction")]
-        kind = from_extras("ConversationCorpus") if "format" in provenance else Corpus
-        return kind(
+        is_text = "format" not in provenance
+        corpus = Corpus if is_text else from_extras("ConversationCorpus")
+        return corpus(
             name=meta["name"],
             sha256=meta["sha256"],
             tokenizer=from_dict(meta["tokenizer"]),

@@ -128,8 +128,8 @@ class Tokenizer:
         """Set how conversations are written, and add the special tokens that this needs.
 
         Args:
-            chat: `template`, in Jinja; `tokens`, the special tokens that it reads, by name; `marks`,
-                special tokens to add, the last of which ends a turn, and with it a text.
+            chat: `template`, in Jinja; `tokens`, the special tokens that it reads, by name;
+                `marks`, special tokens to add, the last of which ends a turn, and with it a text.
         """
         template, tokens, marks = (chat[key] for key in ("template", "tokens", "marks"))
         if not all(isinstance(each, str) for each in (template, *tokens, *tokens.values(), *marks)):

@@ -16,12 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
-from minigpt.data.batches import (
-    Batches,
-    ValidationBatches,
-    training_batches,
-    validation_batches,
-)
+from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.strategies import DDP
 from minigpt.runs.callbacks.collective_timeout import CollectiveTimeout
@@ -34,6 +29,7 @@ from minigpt.runs.run_dir import METRICS
 from minigpt.training.precision import training_precision
 from minigpt.utils.cli import IMPORTED_FROM
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.extras import from_extras
 from minigpt.utils.ranks import TORCHRUN, launcher_sizes, rank_variables
 from minigpt.utils.terminal import warn
 
@@ -160,19 +156,18 @@ class TokenDataModule(L.LightningDataModule):
         self.block_size = block_size
         self.tokens_per_batch = run.data.batch_size * block_size
 
-    def train_dataloader(self) -> Batches:
+    def train_dataloader(self) -> Any:
         require(
             "data.batch_size",
             self.run.data.batch_size,
             lambda size: size >= self.trainer.world_size,
             f"≥ {self.trainer.world_size}, the number of processes",
         )
+        tokens = self.corpus.windows("train", self.block_size)
         accumulate = self.run.trainer.accumulate_grad_batches
-        return training_batches(
-            self.corpus,
-            self.block_size,
-            self.run.seed,
-            accumulate=accumulate,
+        batches = Batches(
+            tokens,
+            WindowOrder(len(tokens), self.block_size, self.run.seed, moves=tokens.is_text),
             batch_size=self.run.data.batch_size,
             first=lambda: self.trainer.global_step * accumulate,
             stop=self.run.max_steps * accumulate,
@@ -181,11 +176,12 @@ class TokenDataModule(L.LightningDataModule):
             world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,
         )
+        return batches if tokens.is_text else from_extras("WeightedBatches")(batches, accumulate)
 
     def val_dataloader(self) -> ValidationBatches:
-        return validation_batches(
-            self.corpus,
-            self.block_size,
+        return ValidationBatches(
+            self.corpus.windows("val", self.block_size),
+            block_size=self.block_size,
             batch_size=self.run.data.eval_batch_size,
             n_batches=self.run.eval_batches,
             rank=self.trainer.global_rank,

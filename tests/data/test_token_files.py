@@ -532,7 +532,7 @@ def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split():
 
 def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):
     positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
-    split = Split([tmp_path / "train.bin"], 500, 500, 1)
+    split = Split([tmp_path / "train.bin"], 500, 500, 1, 500)
     data = ["data.batch_size=4", "data.overfit_batches=3", "data.eval_batch_size=5"]
     steps = ["trainer.accumulate_grad_batches=5", "eval_batches=2", "max_steps=4", "seed=3"]
     run = RunConfig.from_hydra(composed(*data, *steps))

@@ -301,8 +301,8 @@ def with_template(folder, **config):
     file = folder / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(values | config), encoding="utf-8")
-    template = find_pretrained(str(folder)).tokenizer.encode_chat
-    return template, transformers.AutoTokenizer.from_pretrained(folder)
+    ours = find_pretrained(str(folder)).tokenizer
+    return partial(encode_chat, ours), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def check_same_ids(ours, theirs, messages):
@@ -320,16 +320,16 @@ def test_the_ids_of_a_chat_are_those_of_transformers(folder, name):
 
 
 def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder):
-    assert with_template(folder, chat_template="of the config")[0].args[0] == "of the config"
+    assert with_template(folder, chat_template="of the config")[0].args[0].chat["template"] == "of the config"
     (folder / "chat_template.jinja").write_text("of the file")
     found = find_pretrained(str(folder)).tokenizer
-    assert found.encode_chat.args[0] == "of the file"
+    assert found.chat["template"] == "of the file"
     assert found.names([found.end_token]) == "<|im_end|>"
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert find_pretrained(str(folder)).tokenizer.encode_chat is None
+    assert find_pretrained(str(folder)).tokenizer.chat is None
     (folder / "chat_template.json").write_text('{"chat_template": "of a processor"}')
-    assert find_pretrained(str(folder)).tokenizer.encode_chat.args[0] == "of a processor"
+    assert find_pretrained(str(folder)).tokenizer.chat["template"] == "of a processor"
 
 
 NAMED = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": PLAIN}]

@@ -1,1 +1,1 @@
-"""Conversations: read, rendered by a chat template, tokenized with a mask of the answers, packed."""
+"""Conversations: rows, a chat template, tokens with a mask of the answers, packed windows."""

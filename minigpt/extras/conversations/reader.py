@@ -38,7 +38,9 @@ class ConversationReader:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.chat = chat_of(tokenizer)
-        self.special = [*(tokenizer.special if tokenizer else ()), *self.chat["marks"]]
+        special = tokenizer.special if tokenizer else ()
+        self.names = re.compile("|".join(map(re.escape, [*special, *self.chat["marks"]])) or "(?!)")
+        # transformers reads names of special tokens in messages as these
         self.is_literal = tokenizer is None or tokenizer.name != "huggingface"
 
     def __call__(self, row: object, where: str) -> TextChunk:
@@ -46,8 +48,8 @@ class ConversationReader:
         try:
             messages = read_messages(row)
             if self.is_literal:
-                messages = escape(messages, self.special)
-            return TextChunk(mark(self.chat, messages, self.special), True)
+                messages = escape(messages, self.names)
+            return TextChunk(mark(self.chat, messages, self.names), True)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
@@ -85,7 +87,9 @@ def read_messages(row: object) -> list[Message]:
         raise UserError(f"the messages must be a list, got {messages!r:.80}")
     found = [_read_message(each, f"message {i}") for i, each in enumerate(messages, 1)]
     if not any(each["role"] == "assistant" for each in found):
-        raise UserError("a conversation must have a message of the role assistant, from which to learn")
+        raise UserError(
+            "a conversation must have a message of the role assistant, from which to learn"
+        )
     return found
 
 
@@ -116,30 +120,28 @@ def _read_message(given: object, name: str) -> Message:
     return values | {"content": _RESERVED.sub("\ufffd", whole_characters(content))}
 
 
-def escape(messages: Sequence[Message], special: Sequence[str]) -> list[Message]:
+def escape(messages: Sequence[Message], names: re.Pattern[str]) -> list[Message]:
     """Return messages in which names of special tokens are ordinary text when they are encoded."""
-    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-    escaped = []
-    for message in messages:
-        text = names.sub(lambda name: name[0][0] + ESCAPE + name[0][1:], message["content"])
-        escaped.append({**message, "content": text})
-    return escaped
+    texts = [
+        names.sub(lambda name: name[0][0] + ESCAPE + name[0][1:], message["content"])
+        for message in messages
+    ]
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
-def mark(chat: Settings, messages: Sequence[Message], special: Sequence[str]) -> str:
+def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) -> str:
     """Return a conversation as text with marks.
 
     A template that renders an answer otherwise once another message follows gives a text per
     answer, each after `CONVERSATION`.
 
     Args:
-        special: the names of special tokens.
+        names: of special tokens.
 
     Raises:
         UserError: the template does not take the messages, or leaves some out.
     """
     # What the template renders, and whether it is everything
-    names = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     texts = _render_answers(chat, messages, names)
     answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
     n_found = sum(len(spans) for _, spans in texts)

@@ -90,9 +90,7 @@ def render(chat: Settings, messages: Sequence[Message], *, prompt: bool) -> str:
     values = {"messages": messages, "tools": None, "documents": None}
     try:
         template = _compiled(chat["template"])
-        text: str = template.render(
-            {**chat["tokens"], **values, "add_generation_prompt": prompt}
-        )
+        text: str = template.render({**chat["tokens"], **values, "add_generation_prompt": prompt})
         return text
     except Exception as error:  # of any kind: the template is foreign code
         raise UserError(

@@ -13,7 +13,7 @@ from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import MINIGPT, explain_errors
 from minigpt.checkpoints.resume import find_newest, read_run
 from minigpt.data import token_files
-from minigpt.data import batches
+from minigpt.data.batches import ValidationBatches
 from minigpt.data.sources import find_sources
 from minigpt.data.tokenizer import from_dict
 from minigpt.extras.corpora import token_bins
@@ -45,7 +45,7 @@ TEXT_SETTINGS = (
 )
 
 
-def validation_batches(checkpoint: Path, model: GPT) -> batches.ValidationBatches:
+def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
     """Return the whole validation split of a checkpoint's run, in the windows that the run
     validated on.
 
@@ -55,9 +55,9 @@ def validation_batches(checkpoint: Path, model: GPT) -> batches.ValidationBatche
     """
     corpus, block_size = find_corpus(checkpoint), model.config.block_size
     corpus.check_length(block_size)
-    return batches.validation_batches(
-        corpus,
-        block_size,
+    return ValidationBatches(
+        corpus.windows("val", block_size),
+        block_size=block_size,
         batch_size=max(1, TOKENS_PER_BATCH // block_size),
         rank=0,
         world_size=1,

@@ -368,15 +368,18 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and
     our text for ids; a character without an id is an error in both. A `HuggingFaceTokenizer` is
     written as it is: with AutoTokenizer it recognizes special tokens and adds those of its
-    post-processor. `eos_token` is its separator.
+    post-processor. `eos_token` is its separator. With a chat template, AutoTokenizer recognizes
+    special tokens.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
+    if tokenizer.chat and tokenizer.end_token is not None:
+        end = tokenizer.names([tokenizer.end_token])
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.separator):
         end = tokenizer.backend.id_to_token(tokenizer.separator[0])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # as ordinary text
+        "split_special_tokens": tokenizer.chat is None,  # as ordinary text
         "eos_token": end,
     }
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -385,6 +388,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
         config["bos_token"] = next(
             (name for name, i in tokenizer.special.items() if [i] == tokenizer.bos), None
         )
+    if tokenizer.chat:
+        config = tokenizer.chat["tokens"] | {"chat_template": tokenizer.chat["template"]} | config
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 

@@ -17,7 +17,7 @@ import torch
 from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.data.batches import training_batches
+from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads, without
@@ -245,11 +245,10 @@ def step_seconds(
     """
     # The model, the optimizer and the batches of a run
     fabric, model, optimizer = _set_up(cfg, corpus, config)
-    batches = training_batches(
-        corpus,
-        cfg.model.block_size,
-        cfg.seed,
-        accumulate=1,
+    tokens = corpus.windows("train", cfg.model.block_size)
+    batches = Batches(
+        tokens,
+        WindowOrder(len(tokens), cfg.model.block_size, cfg.seed, moves=tokens.is_text),
         first=lambda: 0,
         stop=TIMED_STEPS,
         repeat=0,
@@ -263,9 +262,9 @@ def step_seconds(
     with cpu_threads(cfg.threads):
         fixed = cfg.threads is not None or fabric.device.type != "cpu"
         threads = ThreadBalancer(window=max(0.1, seconds / 4), fixed=fixed)
-        for tokens, targets, *_ in batches:
+        for batch in batches:
             threads.start()
-            fabric.backward(model(tokens, targets))
+            fabric.backward(model(*batch))
             optimizer.step()
             optimizer.zero_grad()
             if fabric.device.type != "cpu":
