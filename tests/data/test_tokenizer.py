@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from minigpt.data.tokenizer import (
     encode_prompt,
     from_dict,
 )
+from minigpt.extras.conversations.encoding import encode_chat
 from minigpt.extras.interpret.token_pieces import token_pieces
 from minigpt.sampling.generation import generate, score
 
@@ -320,7 +321,10 @@ def test_the_ids_of_a_chat_are_those_of_transformers(folder, name):
 
 
 def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder):
-    assert with_template(folder, chat_template="of the config")[0].args[0].chat["template"] == "of the config"
+    assert (
+        with_template(folder, chat_template="of the config")[0].args[0].chat["template"]
+        == "of the config"
+    )
     (folder / "chat_template.jinja").write_text("of the file")
     found = find_pretrained(str(folder)).tokenizer
     assert found.chat["template"] == "of the file"
