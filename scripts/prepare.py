@@ -43,8 +43,13 @@ def prepare(cfg: DictConfig) -> None:
     for name, split in (("training", corpus.train), ("validation", corpus.val)):
         share = f"{split.tokens:,} tokens ({100 * split.tokens / max(1, tokens):.4g} %)"
         rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {share}"
+        if not corpus.is_text:
+            learned = f"{split.targets:,} tokens, {split.bytes:,} bytes of answers"
+            rows[name] = f"{split.documents:,} conversations, {learned}, {share}"
     if corpus.provenance:  # empty for nanoGPT's files
-        rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
+        n_bytes = corpus.train.bytes + corpus.val.bytes
+        targets = corpus.train.targets + corpus.val.targets  # all tokens of a text
+        rows["bytes per token"] = f"{n_bytes / max(1, targets):.3f}"
         rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
         rows["in both splits"] = f"{corpus.provenance['duplicates']:,} documents"
         rows["files"] = f"train.bin and val.bin of {corpus.dtype}"

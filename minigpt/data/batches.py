@@ -201,9 +201,10 @@ class WindowReader:
         self.tokens = tokens
         self.device = device
         self.window = np.arange(block_size + 1)  # (T + 1,)
+        self.is_text = getattr(tokens, "is_text", True)  # an array is one
         self.on_device: Tensor | None = None
         # The ids of an order of their own are found on the CPU
-        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and tokens.is_text:
+        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and self.is_text:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)  # (N,)
 
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -215,7 +216,7 @@ class WindowReader:
         else:
             windows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
         for window in windows:  # (B, T + 1)
-            if self.tokens.is_text:
+            if self.is_text:
                 yield window[:, :-1], window[:, 1:]
             else:
                 ids = window.where(window >= 0, ~window)  # `~id` is an id that is no target

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ class Split:
 @dataclass(frozen=True)
 class Corpus:
     """Token files of two splits and their tokenizer."""
+
+    is_text: ClassVar[bool] = True  # losses are of every token; else of the answers alone
 
     name: str
     sha256: str  # of the text (`Source` of data/sources.py), or of token files
@@ -90,8 +93,12 @@ class Corpus:
         """Return the ids of "train" or "val" that losses are of, in their order, (N,)."""
         return self.tokens(split)
 
-    def sample_prompt(self, text: str) -> tuple[str, Ids]:
-        """Return a prompt for samples as text and as ids, (T,)."""
+    def sample_prompt(self, text: str, index: int = 0) -> tuple[str, Ids]:
+        """Return a prompt for samples as text and as ids, (T,).
+
+        Args:
+            text: may be empty; of conversations, it is a question, or else that of this `index`.
+        """
         return text, encode_prompt(self.tokenizer, text)
 
 

@@ -279,7 +279,8 @@ def train_and_report(
         summary = write_results(trainer, module, metrics, outcome | described, exit_code)
     if trainer.is_global_zero:
         lines = [line for callback in reports(trainer) for line in callback.lines(summary)]
-        run_dir.print_results(folder, sample, summary, lines)
+        flags = ("--seed", "1") if data.corpus.is_text else ("--chat", "--prompt", "Hello")
+        run_dir.print_results(folder, sample, summary, lines, flags)
     return summary["best_val_loss"]
 
 
@@ -332,10 +333,12 @@ def sample_best(
         run_dir.append_log(folder, f"sampling    {' and '.join(drawn)}; at most {seconds:,.0f} s")
     # The sample takes half of the time at most
     end = time.perf_counter() + seconds
+    prompt, ids = data.corpus.sample_prompt("")
     sample = sample_text(
         model,
         data.corpus.tokenizer,
-        *data.corpus.sample_prompt(""),
+        prompt,
+        ids,
         seconds=seconds / 2 if best.exists() or trainer.world_size == 1 else float("inf"),
         temperature=0.8,
         seed=data.run.seed,
@@ -343,7 +346,8 @@ def sample_best(
     )
     for callback in callbacks:
         with only_a_warning(f"{type(callback).__name__} failed"):
-            callback.on_sampled(model, data.corpus, sample, folder, end - time.perf_counter())
+            drawn_text = sample.removeprefix(prompt)
+            callback.on_sampled(model, data.corpus, drawn_text, folder, end - time.perf_counter())
     return sample
 
 

@@ -277,12 +277,17 @@ def completed_summary(
 
 
 def print_results(
-    folder: Path, sample: str, summary: Summary, lines: Sequence[tuple[str, str]] = ()
+    folder: Path,
+    sample: str,
+    summary: Summary,
+    lines: Sequence[tuple[str, str]],
+    flags: Sequence[str],
 ) -> None:
     """Print the sample, or that the run paused, the best loss, and the paths of the results.
 
     Args:
         lines: labels and texts to print below a loss.
+        flags: of sample.py, to sample again.
     """
     # A paused run has no sample
     if summary["status"] == "paused":
@@ -311,7 +316,7 @@ def print_results(
         f"curves           {run}/{CURVES}"
     )
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
-        again = command("sample", str(short_path(folder)), "--seed", "1")
+        again = command("sample", str(short_path(folder)), *flags)
         print(
             f"best checkpoint  {run}/{summary['checkpoint']}\n"
             f"sample again     {sanitize_line(again)}"

@@ -167,7 +167,7 @@ class TokenDataModule(L.LightningDataModule):
         accumulate = self.run.trainer.accumulate_grad_batches
         batches = Batches(
             tokens,
-            WindowOrder(len(tokens), self.block_size, self.run.seed, moves=tokens.is_text),
+            WindowOrder(len(tokens), self.block_size, self.run.seed, moves=self.corpus.is_text),
             batch_size=self.run.data.batch_size,
             first=lambda: self.trainer.global_step * accumulate,
             stop=self.run.max_steps * accumulate,
@@ -176,7 +176,9 @@ class TokenDataModule(L.LightningDataModule):
             world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,
         )
-        return batches if tokens.is_text else from_extras("WeightedBatches")(batches, accumulate)
+        return (
+            batches if self.corpus.is_text else from_extras("WeightedBatches")(batches, accumulate)
+        )
 
     def val_dataloader(self) -> ValidationBatches:
         return ValidationBatches(

@@ -687,11 +687,11 @@ def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line
     for changes, problem in (
         (
             {"field": "id"},
-            rf"^data\.dataset={stories}: column id holds int, not text; .*text are text, title;",
+            rf"^data\.dataset={stories}, row 1: column id holds int, not text; .* text, title;",
         ),
         (
             {"field": "body"},
-            rf"^data\.dataset={stories}: no text in column body; .*text are text, title;",
+            rf"^data\.dataset={stories}, row 1: no text in column body; .*text are text, title;",
         ),
         ({"train_split": "exam"}, "exam"),
         ({"dataset": "nobody/nothing"}, r"^data\.dataset=nobody/nothing [^\n]*$"),

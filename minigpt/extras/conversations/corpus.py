@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ _warn_once = cache(warn)
 @dataclass(frozen=True)
 class ConversationCorpus(Corpus):
     """Token files of two splits, `KINDS` × id + kind of each token, and their tokenizer."""
+
+    is_text: ClassVar[bool] = False
 
     def tokens(self, split: str) -> "TurnTokens":
         return TurnTokens(self._file(split), self.dtype, KINDS * self.tokenizer.vocab_size)
@@ -72,15 +74,16 @@ class ConversationCorpus(Corpus):
         answers = f"{self.val.bytes:,} bytes of answers {self.val_sha256[:8]}"
         return f"{part} windows of {block_size} tokens with {answers}"
 
-    def sample_prompt(self, text: str) -> tuple[str, Ids]:
-        """Return a question: the text, or else the first one of the validation split."""
+    def sample_prompt(self, text: str, index: int = 0) -> tuple[str, Ids]:
+        """Return a question, rendered: the text, or else one of the validation split."""
         if text:
             asked = encode_chat(self.tokenizer, [{"role": "user", "content": text}])
             ids = np.array(asked, self.tokenizer.separator.dtype)
         else:
             kinds = self.kinds("val")
-            end = int((kinds == IN_ANSWER).argmax())
-            begin = int(np.flatnonzero(kinds[:end] == STARTS_CONVERSATION)[-1])
+            answers = np.flatnonzero(np.diff((kinds == IN_ANSWER).astype(np.int8)) > 0) + 1
+            end = answers[index % len(answers)]
+            begin = np.flatnonzero(kinds[:end] == STARTS_CONVERSATION)[-1]
             ids = self.tokens("val")[begin:end]
         return self.tokenizer.names(ids), ids
 

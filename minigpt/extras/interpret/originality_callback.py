@@ -16,6 +16,7 @@ from minigpt.utils.scripts import usage
 
 DRAWN_TOKENS = 400  # of each sample
 MAX_DRAWN = 50  # samples at a time: a cache of keys and values and a row of logits for each
+MAX_ANSWERS = 4  # to one question
 MAX_INDEXED_BYTES = 20e6  # of the training text: an index of more takes longer than the rest
 DECODED_TOKENS = 1 << 20  # whose characters are counted, to know how long a sample is
 DRAWING = 0.8  # of the time; the comparison takes the rest
@@ -74,7 +75,8 @@ class Originality(ReportCallback):
         # Samples until they have enough characters; those that end with a document are short
         tokenizer: Tokenizer = corpus.tokenizer
         ids = corpus.scored_tokens("val")[:DECODED_TOKENS].tolist()
-        prompt = corpus.sample_prompt("")[1]
+        # Answers to many questions, but texts that start alike
+        most = MAX_DRAWN if corpus.is_text else MAX_ANSWERS
         per_sample = max(1, DRAWN_TOKENS * len(tokenizer.decode(ids)) // len(ids))
         drawn: list[str] = []
         missing = self.characters or 0
@@ -82,12 +84,12 @@ class Originality(ReportCallback):
             samples = draw_samples(
                 model,
                 tokenizer,
-                prompt,
+                corpus.sample_prompt("", len(drawn))[1],
                 seconds=left,
                 max_new_tokens=DRAWN_TOKENS,
                 temperature=0.8,
                 seed=self.seed + len(drawn),
-                num_samples=min(MAX_DRAWN, -(-missing // per_sample)),
+                num_samples=min(most, -(-missing // per_sample)),
             )
             for each in samples:
                 drawn.append(each.text[:missing])

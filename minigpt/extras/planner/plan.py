@@ -211,6 +211,10 @@ def read_text(corpus: Corpus) -> Text:
     """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too
     short.
     """
+    if not corpus.is_text:
+        raise UserError(
+            "minutes=… plans no new model of conversations; set experiment=… or init_from=… too"
+        )
     if corpus.val.bytes < LEAST_VAL_BYTES:
         raise UserError(
             f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, "
@@ -248,7 +252,7 @@ def step_seconds(
     tokens = corpus.windows("train", cfg.model.block_size)
     batches = Batches(
         tokens,
-        WindowOrder(len(tokens), cfg.model.block_size, cfg.seed, moves=tokens.is_text),
+        WindowOrder(len(tokens), cfg.model.block_size, cfg.seed, moves=corpus.is_text),
         first=lambda: 0,
         stop=TIMED_STEPS,
         repeat=0,

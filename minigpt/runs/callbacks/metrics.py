@@ -289,6 +289,8 @@ def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> 
     corpus = trainer.datamodule.corpus  # type: ignore[attr-defined]
     config = module.model.config
     n_train = corpus.train.tokens
+    learned = "" if corpus.is_text else f", {corpus.train.targets:,} of them in answers"
+    epoch = len(corpus.windows("train", config.block_size))  # tokens, with what fills windows
     start = trainer.global_step
     steps = trainer.max_steps - start
     n_tokens = steps * tokens_per_step
@@ -299,12 +301,12 @@ def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> 
     rows = {
         "model": f"{module.model.num_params():,} parameters: n_layer {config.n_layer}, "
         f"n_head {config.n_head}, n_embd {config.n_embd}, block_size {config.block_size}",
-        "data": f"{corpus.name}, {n_train:,} training tokens; "
+        "data": f"{corpus.name}, {n_train:,} training tokens{learned}; "
         f"tokenizer {corpus.tokenizer.to_dict()['name']}, vocab_size {config.vocab_size:,}; "
         "validation on "
         f"{100 * corpus.val.tokens / (corpus.val.tokens + n_train):.3g} % of the tokens",
         "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens "
-        f"({n_tokens / n_train:.2f} epochs), "
+        f"({n_tokens / epoch:.2f} epochs), "
         f"{n_tokens * per_token:.3g} FLOPs ({per_token:.3g} per token)",
         "device": f"{ranks}{device_name(module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
