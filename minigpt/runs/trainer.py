@@ -176,9 +176,9 @@ class TokenDataModule(L.LightningDataModule):
             world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,
         )
-        return (
-            batches if self.corpus.is_text else from_extras("WeightedBatches")(batches, accumulate)
-        )
+        if self.corpus.is_text:
+            return batches
+        return from_extras("WeightedBatches")(batches, accumulate)
 
     def val_dataloader(self) -> ValidationBatches:
         return ValidationBatches(
