@@ -141,8 +141,8 @@ class Tokenizer:
             self.vocab_size += 1
         if marks:
             self.reads_special = True
-            self.separated = True
             self.separator = np.array([self.special[marks[-1]]], token_dtype(self.vocab_size))
+        self.separated = self.end_token is not None
 
     def to_dict(self) -> dict[str, object]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""

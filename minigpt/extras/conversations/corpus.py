@@ -151,9 +151,9 @@ class WeightedBatches:
 
     def __iter__(self) -> Iterator[tuple[Any, Any, float]]:
         for i, (tokens, targets) in enumerate(self.batches, self.batches.first()):
-            yield tokens, targets, self.weight(i)
+            yield tokens, targets, self.weight_of(i)
 
-    def weight(self, batch: int) -> float:
+    def weight_of(self, batch: int) -> float:
         """Return the weight of a batch of this rank: the mean of all in the step is 1."""
         shared = self.batches
         packed: Any = shared.tokens

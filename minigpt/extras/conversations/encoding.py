@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from minigpt.data.tokenizer import Ids, Tokenizer
 from minigpt.extras.conversations.reader import CONVERSATION, ESCAPE, QUESTION, escape
 from minigpt.extras.conversations.template import ANSWER, CHATML, END, Message, render
-from minigpt.extras.huggingface.tokenizer_json import HuggingFaceTokenizer
 
 # What a token is: of the context, of an answer, or the first one of a question that follows an
 # answer, or of a conversation.
 IN_CONTEXT, IN_ANSWER, STARTS_QUESTION, STARTS_CONVERSATION = range(4)
 KINDS = 4
+WHOLE = "huggingface"  # tokenizers of this name encode a conversation as a whole
 _MARKS = f"[{CONVERSATION}{QUESTION}{ANSWER}{END}]"
 
 
@@ -30,7 +30,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
         UserError: the chat template does not take the messages.
     """
     assert tokenizer.chat is not None
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
+    if tokenizer.name != WHOLE:
         messages = escape(messages, re.compile("|".join(map(re.escape, tokenizer.special))))
     marked = render(tokenizer.chat, messages, prompt=True)
     ids: list[int] = (TurnEncoder(tokenizer).encode(CONVERSATION + marked) // KINDS).tolist()
@@ -49,10 +49,10 @@ class TurnEncoder:
 
     def encode(self, marked: str) -> NDArray[np.uint32]:
         """Encode a text of one or several conversations, (N,)."""
-        locate = _locate if isinstance(self.tokenizer, HuggingFaceTokenizer) else _encode_pieces
+        encode = _encode_whole if self.tokenizer.name == WHOLE else _encode_pieces
         encoded = []
         for part in marked.split(CONVERSATION)[1:]:
-            ids, marks = locate(self.tokenizer, part)
+            ids, marks = encode(self.tokenizer, part)
             kinds = np.full(len(ids), IN_CONTEXT, np.uint32)
             for (sign, start), (_, end) in pairwise([*marks, ("", len(ids))]):
                 if sign == ANSWER:  # up to `END`
@@ -82,7 +82,7 @@ def _encode_pieces(tokenizer: Tokenizer, part: str) -> tuple[list[int], list[tup
     return ids, marks
 
 
-def _locate(tokenizer: Any, part: str) -> tuple[Ids, list[tuple[str, int]]]:
+def _encode_whole(tokenizer: Any, part: str) -> tuple[Ids, list[tuple[str, int]]]:
     """Return the same as `_encode_pieces`, of a text that is encoded as a whole."""
     pieces = re.split(f"({_MARKS})", part)
     ids, starts, stops = tokenizer.locate("".join(pieces[::2]))
