@@ -38,8 +38,9 @@ class ConversationReader:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.chat = chat_of(tokenizer)
-        special = tokenizer.special if tokenizer else ()
-        self.names = re.compile("|".join(map(re.escape, [*special, *self.chat["marks"]])) or "(?!)")
+        # Of a tokenizer that is not built yet: any that it may have
+        names = "|".join(map(re.escape, tokenizer.special)) if tokenizer else r"<\|\w+\|>"
+        self.names = re.compile(names or "(?!)")
         # transformers reads names of special tokens in messages as these
         self.is_literal = tokenizer is None or tokenizer.name != "huggingface"
 
@@ -110,14 +111,20 @@ def _read_message(given: object, name: str) -> Message:
         values |= {"role": _SHAREGPT.get(str(role), role), "content": values.pop("value")}
     content = values.get("content")
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        content = "".join(map(str, texts)) if len(texts) == len(content) else content
+        parts = [(part.get("type"), part.get("text")) for part in content]
+        texts = [text for kind, text in parts if kind == "text" and isinstance(text, str)]
+        content = "".join(texts) if len(texts) == len(content) else content
     role = values.get("role")
     if not isinstance(role, str) or not isinstance(content, str):
         raise UserError(f"{name} must have a role and a content that are texts, got {given!r:.80}")
     if role == "assistant" and not content.strip():
         raise UserError(f"{name} is an empty answer; leave it out")
-    return values | {"content": _RESERVED.sub("\ufffd", whole_characters(content))}
+    values["content"] = content
+    return {key: _clean(value) for key, value in values.items()}
+
+
+def _clean(value: Any) -> Any:
+    return _RESERVED.sub("\ufffd", whole_characters(value)) if isinstance(value, str) else value
 
 
 def escape(messages: Sequence[Message], names: re.Pattern[str]) -> list[Message]:
@@ -147,7 +154,7 @@ def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) ->
     n_found = sum(len(spans) for _, spans in texts)
     if n_found != len(answers):
         raise UserError(f"the chat template marks {n_found} answers of {len(answers)}")
-    for i, each in enumerate(messages, 1):
+    for i, each in enumerate(messages[: answers[-1]], 1):
         if each["role"] != "assistant" and each["content"].strip() not in texts[-1][0]:
             raise UserError(f"the chat template leaves out message {i}, of the role {each['role']}")
     # Marks at their places; answers of weight 0 are not learned, as in OpenAI's files
@@ -196,8 +203,10 @@ def _render_answers(
 
 
 def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) -> int:
-    # After the special token that ends it; a template that changes it may have others within
-    at = text.find(content, start)
+    # After the special token that ends it; a template that changes it may have others within, and
+    # may put some before it, whose names are not where it is found
+    hidden = [names.sub(lambda name: "\0" * len(name[0]), each) for each in (text, content)]
+    at = hidden[0].rfind(hidden[1], start)
     tokens = list(names.finditer(text, max(at, start) + len(content) * (at >= 0)))
     if tokens:
         return tokens[0 if at >= 0 else -1].end()
@@ -208,5 +217,5 @@ def _question_after(text: str, end: int, names: re.Pattern[str]) -> int:
     # After the special token that ends the answer, if it is not part of it, and line breaks
     token = names.match(text, end)
     last = max((each.end() for each in names.finditer(text, 0, end)), default=0)
-    begin = token.end() if token and last < end else end
+    begin = token.end() if token and last < len(text[:end].rstrip()) else end
     return len(text) - len(text[begin:].lstrip())

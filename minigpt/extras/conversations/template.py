@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import Tokenizer, whole_characters
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
 
@@ -90,8 +90,8 @@ def render(chat: Settings, messages: Sequence[Message], *, prompt: bool) -> str:
     values = {"messages": messages, "tools": None, "documents": None}
     try:
         template = _compiled(chat["template"])
-        text: str = template.render({**chat["tokens"], **values, "add_generation_prompt": prompt})
-        return text
+        text = template.render({**chat["tokens"], **values, "add_generation_prompt": prompt})
+        return whole_characters(text)
     except Exception as error:  # of any kind: the template is foreign code
         raise UserError(
             f"the chat template does not take these messages: {error!s:.200}"
