@@ -229,7 +229,8 @@ def cut_by_fraction(
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
-    nearest = int(starts[np.abs(starts - wanted).argmin()])
+    inner = starts[1:-1] if len(lengths) > 1 else starts  # so that no split is empty
+    nearest = int(inner[np.abs(inner - wanted).argmin()])
     is_near = abs(nearest - wanted) <= tolerance * min(wanted, starts[-1] - wanted)
     return nearest if is_near else wanted
 

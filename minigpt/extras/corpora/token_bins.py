@@ -69,7 +69,7 @@ def load_token_bins(
         if built:
             # `separated` depends on the documents.
             own = prepared.tokenizer.to_dict() | {"separated": False}
-            is_same = built.to_dict() | {"separated": False} == own
+            is_same = tokenizer == made or built.to_dict() | {"separated": False} == own
             advice = "init_from needs token files of its own"
         else:
             is_same = tokenizer == made or tokenizer["name"] == PREPARED
