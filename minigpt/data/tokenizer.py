@@ -132,8 +132,9 @@ class Tokenizer:
                 `marks`, special tokens to add, the last of which ends a turn, and with it a text.
         """
         template, tokens, marks = (chat[key] for key in ("template", "tokens", "marks"))
-        if not all(isinstance(each, str) for each in (template, *tokens, *tokens.values(), *marks)):
-            raise UserError("the template, tokens and marks of a chat must be texts")
+        texts = (template, *tokens, *tokens.values(), *marks)
+        if not all(isinstance(each, str) and each for each in texts):
+            raise UserError("the template, tokens and marks of a chat must be texts, none empty")
         self.chat = {"template": template, "tokens": dict(tokens), "marks": list(marks)}
         for name in [name for name in marks if name not in self.special]:
             self.special = {**self.special, name: self.vocab_size}

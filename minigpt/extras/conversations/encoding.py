@@ -31,7 +31,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """
     assert tokenizer.chat is not None
     if tokenizer.name != WHOLE:
-        messages = escape(messages, re.compile("|".join(map(re.escape, tokenizer.special))))
+        names = "|".join(map(re.escape, tokenizer.special)) or "(?!)"
+        messages = escape(messages, re.compile(names))
     marked = render(tokenizer.chat, messages, prompt=True)
     ids: list[int] = (TurnEncoder(tokenizer).encode(CONVERSATION + marked) // KINDS).tolist()
     return ids

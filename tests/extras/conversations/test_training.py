@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 import transformers
 from checkpoints.test_resume import broken_off, check_same_end
 from corpora import values
-from models import draw_weights, make_model, save_tokenizer
+from models import draw_weights, save_tokenizer
 from ranks import train_on_ranks
 from refusals import refused
 from servers import make_instruct_folder, serving
-from small_runs import column, composed, rows, small_run
+from small_runs import column, rows, small_run
+from test_packing import data_of
 from torch.testing import assert_close
 
 import minigpt
@@ -28,8 +28,6 @@ from minigpt.data.prepare import load_corpus
 from minigpt.data.token_files import load
 from minigpt.extras.huggingface.export_huggingface import export_model
 from minigpt.extras.interpret.originality import read_documents
-from minigpt.runs.run_config import RunConfig
-from minigpt.runs.trainer import TokenDataModule
 from minigpt.training.language_model import LanguageModel
 
 WORDS = ["river", "house", "tree", "bird", "dog", "café", "moon", "fish"]
@@ -87,17 +85,8 @@ def make_gpt2(folder):
     model.save_pretrained(folder)
 
 
-def batches_of(corpus, block_size, *overrides, rank=0, world_size=1):
-    """Return the training batches of a rank as the trainer gets them."""
-    module = TokenDataModule(corpus, RunConfig.from_hydra(composed(*overrides)), block_size)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    ranks = {"global_rank": rank, "world_size": world_size}
-    module.trainer = SimpleNamespace(**ranks, strategy=strategy, global_step=0)
-    return module.train_dataloader()
-
-
 def labeled(theirs, messages):
-    """Return the ids and labels (-100: no target) of a conversation, by transformers alone."""
+    """Return id and label (-100: no target) of each token, by transformers alone."""
     text = theirs.apply_chat_template(messages, tokenize=False)
     spans = []
     for i, message in enumerate(messages):
@@ -106,11 +95,11 @@ def labeled(theirs, messages):
             begin = len(theirs.apply_chat_template(messages[:i], **options))
             spans.append((begin, text.index(theirs.eos_token, begin) + len(theirs.eos_token)))
     encoding = theirs(text, return_offsets_mapping=True, add_special_tokens=False)
-    labels = [-100] * len(encoding.input_ids)
-    for i, (start, _) in enumerate(encoding.offset_mapping):
-        if any(begin <= start < end for begin, end in spans):
-            labels[i] = encoding.input_ids[i]
-    return encoding.input_ids, labels
+    tokens = []
+    for i, (start, _) in zip(encoding.input_ids, encoding.offset_mapping, strict=True):
+        is_target = any(begin <= start < end for begin, end in spans)
+        tokens.append((i, i if is_target else -100))
+    return tokens
 
 
 @pytest.mark.parametrize(("name", "make"), [("instruct", make_instruct_folder), ("own", make_gpt2)])
@@ -124,23 +113,20 @@ def test_loss_and_gradient_are_those_of_transformers_with_labels_of_answers(
     corpus = prepared(
         text, tmp_path, find_pretrained(folder).tokenizer.to_dict(), val_path=str(text)
     )
-    block_size = 140
-    windows = [([], [])]
+    windows = [[]]
     for row in CONVERSATIONS:
-        ids, labels = labeled(theirs, row["messages"])
-        if len(windows[-1][0]) + len(ids) > block_size + 1:
-            windows.append(([], []))
-        windows[-1][0].extend(ids)
-        windows[-1][1].extend([-100, *labels[1:]])
-    size = block_size + 1
-    ids = [found + [0] * (size - len(found)) for found, _ in windows]
-    labels = [found + [-100] * (size - len(found)) for _, found in windows]
+        tokens = labeled(theirs, row["messages"])
+        if len(windows[-1]) + len(tokens) > 141:
+            windows.append([])
+        windows[-1] += tokens
+    padded = torch.tensor([each + [(0, -100)] * (141 - len(each)) for each in windows])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = model(torch.tensor(ids), labels=torch.tensor(labels)).loss
+    expected = model(padded[..., 0], labels=padded[..., 1]).loss
     expected.backward()
     # Ours, all in one batch
     ours = find_pretrained(folder).load()
-    (batch,) = batches_of(corpus, block_size, f"data.batch_size={len(windows)}", "max_steps=1")
+    sizes = [f"data.batch_size={len(windows)}", "max_steps=1"]
+    (batch,) = data_of(corpus, *sizes, block_size=140).train_dataloader()
     module = LanguageModel(ours, optimizer=None, schedule=max, max_steps=1)
     loss = module.training_step(batch, 0)
     loss.backward()
@@ -156,44 +142,6 @@ def test_loss_and_gradient_are_those_of_transformers_with_labels_of_answers(
     bins = {f"{split}_bin": str(at / f"{split}.bin") for split in ("train", "val")}
     again = prepared(text, tmp_path, find_pretrained(folder).tokenizer.to_dict(), **bins)
     assert again.tokenizer.to_dict() == corpus.tokenizer.to_dict()
-    # Answers decode to their text
-    space = "" if name == "instruct" else " "
-    expected = [f"{space}{answer}\ufffd" for answer in answers_of(CONVERSATIONS)]
-    assert read_documents(corpus, "train", 10**6).decode(errors="replace") == "".join(expected)
-
-
-def gradient(corpus, accumulate, world_size):
-    """Return the gradient of the first step, which is the mean over ranks."""
-    model = make_model(vocab_size=258, block_size=64).double()
-    module = LanguageModel(model, optimizer=None, schedule=max, max_steps=2)
-    size = [f"data.batch_size={12 // accumulate}", "max_steps=2"]
-    settings = [*size, f"trainer.accumulate_grad_batches={accumulate}"]
-    loss = torch.zeros(())
-    for rank in range(world_size):
-        batches = batches_of(corpus, 64, *settings, rank=rank, world_size=world_size)
-        for batch in islice(batches, accumulate):
-            loss = loss + module.training_step(batch, 0) / accumulate / world_size
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-def test_a_step_has_the_gradient_of_its_mean_loss_per_target_however_targets_are_shared(
-    text, tmp_path
-):
-    corpus = prepared(text, tmp_path, {"name": "byte"})
-    ((tokens, targets, weight),) = islice(
-        batches_of(corpus, 64, "data.batch_size=12", "max_steps=2"), 1
-    )
-    assert weight == 1
-    model = make_model(vocab_size=258, block_size=64).double()
-    nats = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-    )
-    loss = nats / (targets != -100).sum()
-    loss.backward()
-    expected = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-    for accumulate, world_size in ((1, 1), (3, 1), (1, 5), (2, 4)):
-        assert_close(gradient(corpus, accumulate, world_size), expected)
 
 
 SIZES = ["data=conversations", "tokenizer=byte", "model.block_size=128", "max_steps=8"]
@@ -207,10 +155,9 @@ def test_two_ranks_and_accumulated_batches_train_as_one(train, text, tmp_path):
     val = write_rows(tmp_path / "val.jsonl", CONVERSATIONS[:1])
     precise += [f"data.val_path={val}"]
     one = train(*precise).folder
-    runs = {
-        "ranks": ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"],
-        "accumulated": ["trainer.accumulate_grad_batches=2", "data.batch_size=4"],
-    }
+    accumulated = ["trainer.accumulate_grad_batches=2", "data.batch_size=4"]
+    ddp = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    runs = {"ranks": [*ddp, *accumulated], "accumulated": accumulated}
     for name, settings in runs.items():
         place = f"hydra.run.dir={tmp_path}/{name}"
         overrides = small_run(text, tmp_path / "data", *precise, *settings, place)
@@ -230,15 +177,17 @@ def test_a_conversation_learned_by_heart_is_answered_word_for_word(
 ):
     # Train on it alone
     file = write_rows(tmp_path / "heart.jsonl", [HEART])
-    settings = [*SIZES, f"data.val_path={file}", "data.batch_size=1", "max_steps=120"]
-    settings += ["eval_every=60", "optimizer.lr=0.01", "schedule.warmup_steps=5"]
-    settings += ["model.block_size=160", "callbacks.samples.max_new_tokens=60"]
-    settings += ["callbacks.samples.temperature=0"]
+    model = ["model.block_size=160", "tokenizer=byte"]
     if start == "instruct":
-        settings = [each for each in settings if not each.startswith(("model.", "tokenizer"))]
-        settings.append(f"init_from={once('instruct', make_instruct_folder)}")
+        model = [f"init_from={once('instruct', make_instruct_folder)}"]
+    settings = f"""
+        data=conversations data.val_path={file} data.batch_size=1 max_steps=120 eval_every=60
+        optimizer.lr=0.01 schedule.warmup_steps=5
+        callbacks.samples.max_new_tokens=60 callbacks.samples.temperature=0
+    """.split()
     run = tmp_path / "heart"
-    minigpt.train([*small_run(file, tmp_path / "data", *settings), f"hydra.run.dir={run}"])
+    overrides = small_run(file, tmp_path / "data", *settings, *model)
+    minigpt.train([*overrides, f"hydra.run.dir={run}"])
     capfd.readouterr()
     question, answer, _, last_answer = [each["content"] for each in HEART["messages"]]
     # Samples of the run, scripts/sample.py, and OpenAI's API
@@ -256,8 +205,7 @@ def test_a_conversation_learned_by_heart_is_answered_word_for_word(
             assert (choice.message.content, choice.finish_reason) == (expected, "stop")
     # transformers, from the export
     out = tmp_path / "exported"
-    exported = call("export.py", str(run), "--to", "huggingface", "--out", str(out))
-    assert exported.returncode == 0, exported.stderr
+    assert call("export.py", str(run), "--to", "huggingface", "--out", str(out)).returncode == 0
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     for n, expected in ((1, answer), (3, last_answer)):
@@ -268,20 +216,21 @@ def test_a_conversation_learned_by_heart_is_answered_word_for_word(
         assert found == expected
     # The template is that of the start, and of the export
     chat = load_checkpoint(run)[1].chat
-    if start == "instruct":
-        assert chat == find_pretrained(once("instruct", make_instruct_folder)).tokenizer.chat
     assert find_pretrained(out).tokenizer.chat["template"] == chat["template"]
+    if start == "instruct":
+        assert find_pretrained(once(start, make_instruct_folder)).tokenizer.chat == chat
 
 
 TAMPERED: dict[str, Any] = {
     "a list": [],
     "a text": "template",
-    "no marks": {"template": "", "tokens": {}},
+    "no marks": {"template": "x", "tokens": {}},
     "a number": {"template": 1, "tokens": {}, "marks": []},
-    "tokens in a list": {"template": "", "tokens": ["a"], "marks": []},
-    "a number as a token": {"template": "", "tokens": {"eos_token": 1}, "marks": []},
-    "a number as a mark": {"template": "", "tokens": {}, "marks": [1]},
-    "more marks than ids": {"template": "", "tokens": {}, "marks": ["<a>", "<b>", "<c>"]},
+    "tokens in a list": {"template": "x", "tokens": ["a"], "marks": []},
+    "a number as a token": {"template": "x", "tokens": {"eos_token": 1}, "marks": []},
+    "a number as a mark": {"template": "x", "tokens": {}, "marks": [1]},
+    "an empty mark": {"template": "x", "tokens": {}, "marks": ["", "<|im_end|>"]},
+    "more marks than ids": {"template": "x", "tokens": {}, "marks": ["<a>", "<b>", "<c>"]},
 }
 
 
@@ -356,13 +305,11 @@ def test_prepare_prints_the_figures_of_answers(call, text, tmp_path):
     corpus = load(meta.parent)
     # No conversation is cut
     n = corpus.train.documents
-    assert n + corpus.val.documents == len(CONVERSATIONS)
     for split, found in (("training", CONVERSATIONS[:n]), ("validation", CONVERSATIONS[n:])):
         answers = answers_of(found)
         n_bytes = len("".join(answers).encode())
         # With an end after each answer, which has no bytes
         learned = f"{n_bytes + len(answers):,} tokens, {n_bytes:,} bytes of answers"
         assert figures[split].startswith(f"{len(found)} conversations, {learned}, ")
-    answers = answers_of(CONVERSATIONS)
-    n_bytes = len("".join(answers).encode())
-    assert figures["bytes"] == f"per token  {n_bytes / (n_bytes + len(answers)):.3f}"
+    targets = corpus.train.targets + corpus.val.targets
+    assert figures["bytes"] == f"per token  {1 - len(answers_of(CONVERSATIONS)) / targets:.3f}"
