@@ -18,7 +18,15 @@ from typing import Any
 
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.data.tokenizer import PATTERNS, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import (
+    PATTERNS,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+)
+from minigpt.extras.conversations.reader import QUESTION
+from minigpt.extras.conversations.template import render as render_chat
 from minigpt.extras.playground.loaded_models import named_path
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT
@@ -85,10 +93,10 @@ def export_html(
     weights += [
         _pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps
     ]
-    description = describe(
-        model_name(pretrained), model.config, tokenizer.name, f" in {weight_format}"
-    )
+    description = describe(model_name(pretrained), model.config, tokenizer, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = render_chat(tokenizer.chat, messages, prompt=True) if tokenizer.chat else None
     data = {
         "description": description,
         "history": {**(history or {}), "steps": steps},
@@ -99,6 +107,9 @@ def export_html(
             "start": tokenizer.start.tolist(),
             "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
             "pattern": PATTERNS.get(tokenizer.name, PATTERNS["gpt2"]),
+            "special": tokenizer.special,
+            "reads_special": tokenizer.reads_special,
+            "chat": chat,
         },
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
@@ -174,16 +185,19 @@ def model_name(pretrained: Pretrained) -> str:
     return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name
 
 
-def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:
+def describe(
+    name: str, config: GPTConfig, tokenizer: Tokenizer, weights: str = ""
+) -> dict[str, Any]:
     """Return the description of a model for the page; `weights` is a note about their format."""
     L, H, T = config.n_layer, config.n_head, config.block_size
     return {
         "name": name,
         "facts": f"A GPT with {config.num_params():,} parameters{weights}: {L} layers, {H} heads, "
-        f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer}.",
+        f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer.name}.",
         "n_layer": L,
         "n_head": H,
         "block_size": min(T, MAX_MAP_TOKENS),
+        "chat": tokenizer.chat is not None,
     }
 
 

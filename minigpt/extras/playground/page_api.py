@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.checkpoints.find import find_checkpoint, find_snapshots, run_folder
-from minigpt.data.tokenizer import whole_characters
+from minigpt.data.tokenizer import Tokenizer, whole_characters
+from minigpt.extras.conversations.encoding import encode_chat
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
 from minigpt.extras.interpret.originality import compare
@@ -26,7 +27,7 @@ from minigpt.extras.playground.history import read_history, run_status
 from minigpt.extras.playground.loaded_models import Models
 from minigpt.model.gpt import GPT
 from minigpt.sampling.generation import check_ids
-from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
+from minigpt.utils.checks import BOOLEAN, NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require
 
 MAX_SCORED = 32768  # tokens of a text
@@ -43,7 +44,7 @@ def page_routes(models: Models) -> list[Route]:
     async def description(request: Request) -> Response:
         name = request.path_params["name"]
         engine = await models.engine(name)
-        return http.json_response(describe(name, engine.model.config, engine.tokenizer.name))
+        return http.json_response(describe(name, engine.model.config, engine.tokenizer))
 
     async def history(request: Request) -> Response:
         return http.json_response(await asyncio.to_thread(_history, folder_of(request)))
@@ -67,6 +68,7 @@ def page_routes(models: Models) -> list[Route]:
         Route("/api/history/{name:path}", history),
         Route("/api/learning/{name:path}", learning),
         http.post("/api/score", models, _SCORE, _score),
+        http.post("/api/chat", models, _CHAT, _chat),
         http.post("/api/generate", models, _GENERATE, _generate),
         http.post("/api/attention", models, _ATTENTION, _attention),
         http.post("/api/originality", models, _ORIGINALITY, originality),
@@ -91,6 +93,19 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
             await asyncio.to_thread(tokenizer.parse, whole_characters(values["text"]))
         ).tolist()
         ids = [*tokenizer.prefix, *parsed]
+    return await _scored(engine, ids)
+
+
+async def _chat(engine: Engine, values: dict[str, Any]) -> Response:
+    tokenizer = engine.tokenizer
+    expected = "one with a chat template"
+    require("model", values["model"], lambda _: tokenizer.chat is not None, expected)
+    messages = [{"role": "user", "content": whole_characters(values["text"])}]
+    return await _scored(engine, await asyncio.to_thread(encode_chat, tokenizer, messages))
+
+
+async def _scored(engine: Engine, ids: list[int]) -> Response:
+    tokenizer = engine.tokenizer
     require(
         "the text",
         f"{len(ids):,} tokens",
@@ -99,11 +114,10 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
     )
     tokens = await engine.score(ids, n_top=N_TOP) if ids else []
     texts = token_pieces(tokenizer, ids)
-    if tokenizer.reads_special:
-        begin, names = len(tokenizer.prefix), {i: name for name, i in tokenizer.special.items()}
-        texts[begin:] = [
-            names.get(i, text) for i, text in zip(ids[begin:], texts[begin:], strict=True)
-        ]
+    # A text is shown without the prefix, which is put before it again
+    begin = len(tokenizer.prefix) if ids[: len(tokenizer.prefix)] == [*tokenizer.prefix] else 0
+    names = _read_names(tokenizer)
+    texts[begin:] = [names.get(i, text) for i, text in zip(ids[begin:], texts[begin:], strict=True)]
     return http.json_response(
         {"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]}
     )
@@ -111,18 +125,27 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
 
 async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
     sampling = http.sampling(values)
-    prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.tokenizer.end_ids)
+    tokenizer = engine.tokenizer
+    prompt = values["ids"] or tokenizer.start.tolist()
+    # Any special token ends an answer
+    stop = (*tokenizer.end_ids, *(tokenizer.special.values() if values["chat"] else ()))
+    names = _read_names(tokenizer)
     tokens = engine.generate(
         SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP)
     )
     lines = (
-        _line(_to_json(engine, token, token.text))
+        _line(_to_json(engine, token, names.get(token.id, token.text)))
         async for token in tokens
         if token.reason != "stop"
     )
     return http.stream(
         tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson"
     )
+
+
+def _read_names(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the names of special tokens that are these tokens in a text, by id."""
+    return {i: name for name, i in tokenizer.special.items()} if tokenizer.reads_special else {}
 
 
 def _line(content: object) -> str:
@@ -168,9 +191,14 @@ _SCORE: http.Settings = {
     "text": (None, (lambda v: isinstance(v, str), "a text")),
     "ids": ([], _IDS),
 }
+_CHAT: http.Settings = {
+    **http.MODEL,
+    "text": (http.REQUIRED, (lambda v: isinstance(v, str), "a text")),
+}
 _GENERATE: http.Settings = {
     **http.MODEL,
     **http.SAMPLING,
+    "chat": (False, BOOLEAN),  # whether it is an answer
     "ids": ([], _IDS),
     "max_tokens": (256, integer(1, http.MAX_TOKENS)),
     "seed": (0, NON_NEGATIVE_INT),

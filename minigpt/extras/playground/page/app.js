@@ -71,6 +71,7 @@ class Page {
       if (!this.generating) this.generate();
       else if (performance.now() - this.started > DOUBLE_CLICK_MS) this.work.abort();
     });
+    find("ask").addEventListener("click", () => this.generate({isQuestion: true}));
     find("undo").addEventListener("click", () => this.goBack("undo"));
     this.first.field.addEventListener("beforeinput", () => { this.unedited = this.snapshot(); });
     document.addEventListener("keydown", event => this.press(event));
@@ -90,7 +91,7 @@ class Page {
     const command = event.ctrlKey || event.metaKey, key = event.key.toLowerCase();
     if (event.key === "Escape" && this.generating) this.work.abort();
     if (!command || event.target.closest("fieldset") && key !== "enter") return;
-    if (key === "enter" && !this.generating) this.generate();
+    if (key === "enter" && !this.generating) this.generate({isQuestion: event.shiftKey && !find("ask").hidden});
     else if (key === "y" || key === "z" && event.shiftKey) this.goBack("redo");
     else if (key === "z") this.goBack("undo");
     else if (key !== "enter") return;
@@ -115,6 +116,7 @@ class Page {
       const description = await this.backend.describe(model);
       if (model !== find("model").value) return;
       find("facts").textContent = description.facts;
+      for (const element of document.querySelectorAll(".chat")) element.hidden = !description.chat;
       this.attention.setModel(description);
       await this.score(signal);
     });
@@ -179,6 +181,9 @@ class Page {
     return known ? this.whole(known, signal) : this.backend.score(this.model, this.first.textBeforeCursor, signal);
   }
 
+  // Return the tokens of a question with the text before the cursor, up to the start of its answer.
+  question(signal) { return this.backend.chat(this.model, this.first.textBeforeCursor, signal); }
+
   // Return tokens, or other ones of their text if the last one has bytes of the next character.
   async whole(tokens, signal) {
     const last = tokens.slice(-8), rest = text => text.match(/\ufffd*$/)[0].length;  // more than a character
@@ -189,10 +194,11 @@ class Page {
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
 
-  // Continue the text before the cursor, or if there is a token to choose, the tokens before and this one.
-  async generate(before = null, chosen = null) {
+  // Continue the text before the cursor, or answer it, or if there is a token to choose, continue the tokens before and
+  // this one.
+  async generate({before = null, chosen = null, isQuestion = false} = {}) {
     if (!find("form").reportValidity()) return;
-    const settings = readSettings(), unedited = this.snapshot(), {model} = this;
+    const settings = {...readSettings(), chat: isQuestion}, unedited = this.snapshot(), {model} = this;
     this.setGenerating(true);
     showStatus("Generating …");
     let count = 0, seconds = 0;
@@ -201,7 +207,8 @@ class Page {
       seconds = (performance.now() - this.started) / 1000;
     };
     const succeeded = await this.run(async signal => {
-      const tokens = chosen ? [...await this.whole(before, signal), chosen] : await this.prompt(signal);
+      const prompt = chosen ? this.whole(before, signal) : isQuestion ? this.question(signal) : this.prompt(signal);
+      const tokens = chosen ? [...await prompt, chosen] : await prompt;
       const other = this.comparison?.model;
       if (!chosen) this.scored = model;
       const jobs = [this.write(this.first, this.model, tokens, settings, signal, onToken)];
@@ -233,17 +240,19 @@ class Page {
   // Replace a token by an alternative, and continue from there.
   replace(index, alternative) {
     const {tokens} = this.first;
-    this.generate(tokens.slice(0, index), writable({...tokens[index], ...alternative}));
+    this.generate({before: tokens.slice(0, index), chosen: writable({...tokens[index], ...alternative})});
   }
 
   setGenerating(generating) {
     const panels = document.querySelector("aside");
     if (panels.contains(document.activeElement)) this.first.field.focus({preventScroll: true});
+    if (generating && document.activeElement === find("ask")) find("generate").focus();
     panels.toggleAttribute("inert", generating);
     this.generating = this.first.field.readOnly = generating;
     if (generating) this.started = performance.now();
     this.select(this.first, this.first.selected);
     find("model").disabled = find("other").disabled = find("close").disabled = generating;
+    find("ask").disabled = generating;
     find("undo").disabled = generating || !this.states.possible;
   }
 

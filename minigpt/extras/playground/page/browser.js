@@ -34,7 +34,7 @@ class BrowserBackend {
   async decode(model, ids) { return this.tokenizer.decode(ids); }
 
   async score(model, text, signal) {
-    const ids = typeof text === "string" ? this.tokenizer.encode(text) : text;
+    const ids = typeof text === "string" ? this.tokenizer.parse(text) : text;
     return this.use(model, ids, async sequence => {
       await sequence.replace(ids, turns(signal));
       const decode = this.tokenizer.decoder(), last = ids.length - 1;
@@ -42,7 +42,12 @@ class BrowserBackend {
     });
   }
 
-  async *generate(model, ids, {max_tokens, seed, ...sampling}, signal) {
+  // Return the tokens of a question, up to the start of its answer.
+  async chat(model, text, signal) {
+    return this.score(model, this.tokenizer.ask(text), signal);
+  }
+
+  async *generate(model, ids, {max_tokens, seed, chat, ...sampling}, signal) {
     const {start, stop} = this.data.tokenizer, context = (ids.length ? ids : start).slice(-this.data.config.block_size);
     const random = new Random(seed), decode = this.tokenizer.decoder(), turn = turns(signal);
     const sequence = this.take(model, context);
@@ -51,7 +56,7 @@ class BrowserBackend {
       await sequence.replace(context, turn);
       for (let left = max_tokens - 1; left >= 0; left--) {
         const id = draw(sequence.logits, this.unused, sampling, random);
-        if (id === stop) return;
+        if (id === stop || chat && this.tokenizer.names.has(id)) return;
         sequence.append(id);
         yield this.token(id, decode(id) + (left ? "" : decode()), sequence.predictions.at(-1));
         await turn();
@@ -107,7 +112,8 @@ class BrowserBackend {
     }
   }
 
-  token(id, text, {logprob, rank, top}) {
+  token(id, completed, {logprob, rank, top}) {
+    const text = this.data.tokenizer.reads_special && this.tokenizer.names.get(id) || completed;
     return {id, text, logprob, rank, top: top.map(other => ({...other, text: this.tokenizer.decode([other.id])}))};
   }
 }

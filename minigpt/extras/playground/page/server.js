@@ -17,6 +17,11 @@ class ServerBackend {
     return (await json("score", {model, text}, signal)).tokens;
   }
 
+  // Return the tokens of a question, up to the start of its answer.
+  async chat(model, text, signal) {
+    return (await json("chat", {model, text}, signal)).tokens;
+  }
+
   async decode(model, ids, signal) {
     return (await json("score", {model, ids}, signal)).tokens.map(({text}) => text).join("");
   }

@@ -1,10 +1,18 @@
 // The tokenizers of minigpt/data/tokenizer.py: characters, bytes and byte-pair encodings.
 
+const QUESTION = "\ufdd1", MARKS = /[\ufdd0-\ufdd4]/g;  // of minigpt/extras/conversations
+
 export class Tokenizer {
-  // values: the tokenizer's to_dict; `start`: the ids of an empty text; `pattern`: splits a text before the merges.
+  // values: the tokenizer's to_dict; `start`: the ids of an empty text; `pattern`: splits a text before the merges;
+  // `reads_special`: names of special tokens in a text are these; `chat`: a question, whose text is QUESTION, and the
+  // start of an answer.
   constructor(values) {
     this.values = values;
-    this.special = new Set(Object.values(values.special ?? {}));
+    this.special = new Map(Object.entries(values.special));
+    this.names = new Map([...this.special].map(([name, id]) => [id, name]));
+    const longest = [...this.special.keys()].sort((a, b) => b.length - a.length);
+    const escaped = longest.map(name => name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+    this.named = new RegExp(`(${escaped.join("|") || "(?!)"})`, "g");
     if (values.name === "char") {
       this.tokens = [...values.alphabet].map(utf8);
       this.ids = new Map([...values.alphabet].map((character, id) => [character, id]));
@@ -15,6 +23,18 @@ export class Tokenizer {
       this.tokens = values.tokens.split(" ").map(token => token === "-" ? null : atob(token));
       this.ids = new Map(this.tokens.map((token, id) => [token, id]));
     }
+  }
+
+  // Return the ids of a text to continue or to score.
+  parse(text) { return this.values.reads_special ? this.split(text, part => part) : this.encode(text); }
+
+  // Return the ids of a question, in which names of special tokens are ordinary text, and of the start of its answer.
+  ask(question) {
+    return this.split(this.values.chat, part => part.replaceAll(QUESTION, () => question).replace(MARKS, ""));
+  }
+
+  split(text, fill) {
+    return text.split(this.named).flatMap(part => this.special.get(part) ?? this.encode(fill(part)));
   }
 
   // Return the ids of a text; throw an Error for characters without an id.
@@ -30,7 +50,7 @@ export class Tokenizer {
   }
 
   has(id) {
-    return this.special.has(id) || (this.tokens[id] ?? null) !== null;
+    return this.names.has(id) || (this.tokens[id] ?? null) !== null;
   }
 
   // Return a function that maps the next id to the text that it completes; at the end, call it without an id.
@@ -38,7 +58,7 @@ export class Tokenizer {
     const decoder = new TextDecoder("utf-8", {ignoreBOM: true});
     return id => {
       if (id === undefined) return decoder.decode();
-      const token = this.special.has(id) ? "" : this.tokens[id] ?? utf8("\ufffd");
+      const token = this.names.has(id) ? "" : this.tokens[id] ?? utf8("\ufffd");
       return decoder.decode(Uint8Array.from(token, byte => byte.charCodeAt(0)), {stream: true});
     };
   }
