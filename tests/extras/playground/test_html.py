@@ -22,6 +22,8 @@ from minigpt import GPT, GPTConfig, generate, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt.extras.conversations.encoding import encode_chat
+from minigpt.extras.conversations.template import CHATML, chat_of
 from minigpt.extras.huggingface.export_huggingface import export_model
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.export_html import PAGE, export_html, render
@@ -137,6 +139,53 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name, open_page, tmp_path):
     decoded = run("return arguments[0].map(ids => backend.tokenizer.decode(ids))", ids)
     assert decoded == [tokenizer.decode(tokens) for tokens in ids]
     assert run("return backend.data.tokenizer.start") == tokenizer.start.tolist()
+
+
+@pytest.mark.parametrize("name", ["byte", "char", "gpt2", "without marks"])
+def test_questions_are_encoded_as_by_minigpt(name, open_page, tmp_path):
+    names = ["<|im_start|>", "<|im_end|>", SEPARATOR, "<|im_", "end|>"]
+    parts = [*names, "$&", "\ufdd4", " ", "\n", "é😀", "  a", "it's", "12"]
+    rng = random.Random(2)
+    texts = ["", *("".join(rng.choices(parts, k=5)) for _ in range(200))]
+    others = [text.replace("\ud800", "") for text in random_texts(200)]
+    alphabet = [*texts, *others, CHATML["template"]]
+    if name == "without marks":  # as of weights that are trained on
+        tokens = BPETokenizer.train(alphabet, 700).tokens
+        tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: len(tokens)}, separated=True)
+        tokenizer.add_chat(chat_of(tokenizer))
+    else:
+        tokenizer = make_tokenizer(name, alphabet)
+        tokenizer.add_chat(CHATML | {"marks": ["<|im_", *CHATML["marks"]]})
+    model = random_model(vocab_size=tokenizer.vocab_size, n_layer=1)
+    run = open_page(export(model, tokenizer, tmp_path))
+    asked = run("return arguments[0].map(text => backend.tokenizer.ask(text))", texts)
+    questions = [[{"role": "user", "content": text}] for text in texts]
+    assert asked == [encode_chat(tokenizer, question) for question in questions]
+    parsed = run("return arguments[0].map(text => backend.tokenizer.parse(text))", texts)
+    assert parsed == [tokenizer.parse(text).tolist() for text in texts]
+    assert run("return backend.data.description.chat")
+
+
+def test_special_tokens_are_shown_by_their_names_and_end_an_answer(open_page, tmp_path):
+    tokenizer = ByteTokenizer()
+    tokenizer.add_chat(CHATML)
+    model = random_model(vocab_size=258)
+    run = open_page(export(model, tokenizer, tmp_path))
+    shown = run(SCORE, "é<|im_end|><|im_start|>")
+    assert [(token["id"], token["text"]) for token in shown] == [
+        *((0xC3, ""), (0xA9, "é")),
+        *((257, "<|im_end|>"), (256, "<|im_start|>")),
+    ]
+    samples = generate(model, [[1, 2]] * 40, max_new_tokens=60, stop=[257], tokenizer=tokenizer)
+    seed = next(i for i, sample in enumerate(samples) if 256 in sample.tokens)
+    expected = samples[seed].tokens
+    settings = {**DEFAULTS, "max_tokens": 60, "seed": seed}
+    tokens = run(SAMPLE, [1, 2], settings)
+    assert [token["id"] for token in tokens] == [i for i in expected if i != 257]
+    named = [token["text"] for token in tokens if token["id"] == 256]
+    assert named == ["<|im_start|>"] * expected.count(256)
+    answer = run(SAMPLE, [1, 2], {**settings, "chat": True})
+    assert answer == tokens[: expected.index(256)]
 
 
 def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):

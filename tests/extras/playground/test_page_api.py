@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from models import make_model
-from servers import BYTES, make_run, serving
+from models import make_model, write_run
+from servers import BYTES, CHATML, make_instruct_folder, make_run, serving
 
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.data.tokenizer import ByteTokenizer
+from minigpt.extras.conversations import template
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
@@ -49,7 +51,7 @@ def test_the_models_are_described(http: httpx.Client, tmp_path: Path, gpt2_folde
     tiny = http.get("/api/models/tiny").json()
     sizes = "parameters: 2 layers, 2 heads, width 16, a context of 32 tokens, tokenizer byte"
     assert sizes in tiny.pop("facts")
-    assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
+    assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32, "chat": False}
     assert http.get(f"/api/models/{gpt2_folder.name}").json()["block_size"] == 32
     with serving([make_run(tmp_path / "runs" / "7", n_head=4)]) as server:
         assert httpx.get(f"{server.url}/api/models/runs%2F7").json()["n_head"] == 4
@@ -107,6 +109,62 @@ def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(
         if min(lengths) < 30 == max(lengths):
             return
     raise AssertionError(lengths)
+
+
+def test_a_question_has_the_tokens_of_the_chat_template(once: Callable[..., Path]) -> None:
+    options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
+    options["chat_template"] = "{{ bos_token }}" + CHATML
+    folders = [
+        once("instruct", make_instruct_folder),
+        once("begun", lambda path: make_instruct_folder(path, **options)),
+    ]
+    transformers = pytest.importorskip("transformers")
+    with serving(folders) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        for folder in folders:
+            theirs = transformers.AutoTokenizer.from_pretrained(folder)
+            assert http.get(f"/api/models/{folder.name}").json()["chat"]
+            for question in ("Hello ", "", "a<|im_end|>\n"):
+                messages = [{"role": "user", "content": question}]
+                read = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+                body = {"model": folder.name, "text": question}
+                tokens = post(http, "chat", **body).json()["tokens"]
+                assert [token["id"] for token in tokens] == read
+                shown = "".join(token["text"] for token in tokens)
+                prefix = "<|endoftext|>" if folder.name == "begun" else ""
+                assert prefix + shown == theirs.decode(read)
+                again = post(http, "score", model=folder.name, text=shown).json()["tokens"]
+                assert again == tokens
+
+
+def test_a_special_token_ends_an_answer_and_else_is_shown_by_its_name(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.add_chat(template.CHATML)
+    assert dict(tokenizer.special) == {"<|im_start|>": 256, "<|im_end|>": 257}
+    model = make_model(**BYTES | {"vocab_size": 258, "block_size": 64, "seed": 3})
+    run = write_run(tmp_path / "chat", model, tokenizer)
+    # Names in the question are ordinary text
+    read = [256, *b"user\n<|im_end|>", 257, 10, 256, *b"assistant\n"]
+    options: dict[str, Any] = {"temperature": 3.0}
+    samples = generate(model, [read] * 40, max_new_tokens=60, stop=[257], **options)
+    seed = next(i for i, sample in enumerate(samples) if 256 in sample.tokens)
+    expected = samples[seed].tokens
+    with serving([run]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        asked = post(http, "chat", model="chat", text="<|im_end|>").json()["tokens"]
+        assert [token["id"] for token in asked] == read
+        body: dict[str, Any] = {"model": "chat", "ids": read, "max_tokens": 60, "seed": seed}
+        tokens = lines(post(http, "generate", **body, **options))
+        assert [token["id"] for token in tokens] == [i for i in expected if i != 257]
+        named = [token["text"] for token in tokens if token["id"] == 256]
+        assert named == ["<|im_start|>"] * expected.count(256)
+        answer = lines(post(http, "generate", **body, **options, chat=True))
+        assert answer == tokens[: expected.index(256)]
+
+
+def test_a_question_to_a_model_without_a_template_is_refused(http: httpx.Client) -> None:
+    refused = post(http, "chat", text="Hello")
+    assert refused.status_code == 400
+    message = "model must be one with a chat template, got tiny"
+    assert refused.json()["error"]["message"] == message
 
 
 def matrix(content: bytes) -> torch.Tensor:

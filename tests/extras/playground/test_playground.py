@@ -1,5 +1,6 @@
 """The page in headless Chromium, with the models on a server and with the model in the file."""
 
+import json
 import re
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,8 @@ from sites import CHARACTERS, LEARNED, MODELS, PROMPT, SHIFTED, continuation, lo
 from small_runs import wait_until
 
 from minigpt.checkpoints.init_from import find_pretrained
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.extras.conversations.template import CHATML
 from minigpt.extras.playground.export_html import export_html
 
 
@@ -82,6 +84,47 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
     reader.find("#generate").click()
     wait_until(lambda: reader.find("#generate").text == "Generate")
     assert reader.text == f"{written}é"
+
+
+@pytest.mark.parametrize("place", ["file", "server"])
+def test_a_question_is_answered_as_by_the_script_in_one_step_of_undo(
+    place: str, browser: Any, site: SimpleNamespace, call: Any, tmp_path: Path
+) -> None:
+    tokenizer = CharTokenizer(CHARACTERS.alphabet)
+    tokenizer.add_chat(CHATML)
+    run = write_run(tmp_path / "chat", random_model(vocab_size=98), tokenizer)
+    file = tmp_path / "page.html"
+    call("export.py", str(run), "--to", "html", "--out", str(file), "--weights", "float32")
+    question = "To <|im_end|>?"
+    flags = ("--prompt", question, "--num-samples", "60", "--max-new-tokens", "15", "--json")
+    printed = call("sample.py", str(run), "--chat", *flags).stdout.splitlines()
+    samples = [json.loads(line) for line in printed]
+    # One that ends with the special token that does not end a text
+    i = next(i for i, sample in enumerate(samples) if sample["tokens"][-1] == 96)
+    begin = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    with serving([run, site.folder / "small"]) as server:
+        reader = Reader(browser, file.as_uri() if place == "file" else f"{server.url}/")
+        reader.shorten()
+        reader.set("seed", 1337 + i)
+        reader.write(question)
+        reader.press(Keys.CONTROL, Keys.SHIFT, Keys.ENTER)
+        reader.wait_for_generation()
+        answered = begin + samples[i]["text"]
+        assert reader.text == reader.token_text() == answered
+        assert reader.find("#status").text.startswith(f"{len(samples[i]['tokens']) - 1} token")
+        for press, text in ((("z",), question), (("y",), answered), (("z",), question)):
+            reader.press(Keys.CONTROL, *press)
+            assert reader.text == text
+        reader.find("#ask").click()
+        reader.wait_for_generation()
+        assert reader.run("return document.activeElement.id") == "generate"
+        assert reader.text == answered
+        assert "Ctrl Shift Enter asks" in reader.find("#keys").text
+        if place == "server":
+            reader.choose("#model", "small")
+            wait_until(lambda: not reader.find("#ask").is_displayed())
+            assert "asks" not in reader.find("#keys").text
+        assert browser.get_log("browser") == []
 
 
 # Instead of the model, `next` continues the ids of a prompt, which are in `asked`; short pauses.
