@@ -113,10 +113,11 @@ def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(
 
 def test_a_question_has_the_tokens_of_the_chat_template(once: Callable[..., Path]) -> None:
     options = {"bos_token": "<|endoftext|>", "add_bos_token": True, "ends": [2, 1, 4]}
-    options["chat_template"] = "{{ bos_token }}" + CHATML
+    begun = {**options, "chat_template": "{{ bos_token }}" + CHATML}
     folders = [
         once("instruct", make_instruct_folder),
-        once("begun", lambda path: make_instruct_folder(path, **options)),
+        once("started", lambda path: make_instruct_folder(path, **options)),
+        once("begun", lambda path: make_instruct_folder(path, **begun)),
     ]
     transformers = pytest.importorskip("transformers")
     with serving(folders) as server, httpx.Client(base_url=server.url, timeout=60) as http:
@@ -133,7 +134,8 @@ def test_a_question_has_the_tokens_of_the_chat_template(once: Callable[..., Path
                 prefix = "<|endoftext|>" if folder.name == "begun" else ""
                 assert prefix + shown == theirs.decode(read)
                 again = post(http, "score", model=folder.name, text=shown).json()["tokens"]
-                assert again == tokens
+                assert [token["id"] for token in again] == theirs(shown).input_ids
+                assert (again == tokens) == (folder.name != "started")
 
 
 def test_a_special_token_ends_an_answer_and_else_is_shown_by_its_name(tmp_path: Path) -> None:
