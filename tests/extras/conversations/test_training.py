@@ -214,11 +214,12 @@ def test_a_conversation_learned_by_heart_is_answered_word_for_word(
         ids = model.generate(**prompt, max_new_tokens=60, do_sample=False)[0]
         found = theirs.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         assert found == expected
-    # The template is that of the start, and of the export
-    chat = load_checkpoint(run)[1].chat
-    assert find_pretrained(out).tokenizer.chat["template"] == chat["template"]
+    # The template is that of the start, and of the export; its last token ends a text
+    ours = load_checkpoint(run)[1]
+    assert find_pretrained(out).tokenizer.chat["template"] == ours.chat["template"]
+    assert ours.special["<|im_end|>"] in ours.end_ids
     if start == "instruct":
-        assert find_pretrained(once(start, make_instruct_folder)).tokenizer.chat == chat
+        assert find_pretrained(once(start, make_instruct_folder)).tokenizer.chat == ours.chat
 
 
 TAMPERED: dict[str, Any] = {
