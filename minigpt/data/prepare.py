@@ -75,13 +75,14 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
         return from_extras("load_token_bins")(data, tokenizer, folder, built)
     chat: Settings = {}
     if data.get("format"):
-        reader = from_extras("ConversationReader")(built)
+        reader = from_extras("ConversationReader")(built, data["field"])
         chat = reader.chat
         data = {**data, "field": reader}
     sources = find_sources(data)
     provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
     if chat:
-        provenance |= {"format": data["format"], "chat_sha256": sha256_json(chat)}
+        provenance |= {"format": data["format"], "field": reader.field}
+        provenance["chat_sha256"] = sha256_json(chat)
     if len(sources) > 1:
         provenance["val_sha256"] = sources[1].sha256
     else:
@@ -131,7 +132,7 @@ def _write_corpus(
 
     Args:
         built: the tokenizer of `init_from`.
-        chat: of conversations, as `Tokenizer.add_chat` takes it; else empty.
+        chat: of conversations, as `add_chat` takes it; else empty.
     """
     if any(target.glob("*")):
         raise UserError(f"{target} has files but no {META}; remove it, or set data.folder=…")
@@ -200,7 +201,7 @@ def _plan(
         alphabet, texts = from_extras("unmarked")(alphabet, texts)
     tokenizer = built or build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
     if chat:
-        tokenizer.add_chat(chat)
+        from_extras("add_chat")(tokenizer, chat)
     return tokenizer, cut, provenance
 
 

@@ -74,7 +74,7 @@ class Tokenizer:
     suffix: Sequence[int] = ()
     reads_special = False  # names of special tokens in a prompt are these tokens
     splits_at_cuts = True  # `readers.cut_point` separates parts that are encoded independently
-    # How conversations are written (`add_chat`); extras/conversations encodes them.
+    # How conversations are written, as `add_chat` of extras/conversations takes it.
     chat: Settings | None = None
 
     @property
@@ -123,27 +123,6 @@ class Tokenizer:
         """Decode ids of whole characters to text, with the names of special tokens."""
         names = {i: name for name, i in self.special.items()}
         return "".join(names.get(int(i)) or self.decode([i]) for i in ids)
-
-    def add_chat(self, chat: Settings) -> None:
-        """Set how conversations are written, and add the special tokens that this needs.
-
-        Args:
-            chat: `template`, in Jinja; `tokens`, the special tokens that it reads, by name;
-                `marks`, special tokens to add, the last of which ends a turn, and with it a text.
-        """
-        template, tokens, marks = (chat[key] for key in ("template", "tokens", "marks"))
-        texts = (template, *tokens, *tokens.values(), *marks)
-        if not all(isinstance(each, str) and each for each in texts):
-            raise UserError("the template, tokens and marks of a chat must be texts, none empty")
-        self.chat = {"template": template, "tokens": dict(tokens), "marks": list(marks)}
-        for name in [name for name in marks if name not in self.special]:
-            self.special = {**self.special, name: self.vocab_size}
-            self.token_bytes = {**self.token_bytes, self.vocab_size: b""}
-            self.vocab_size += 1
-        if marks:
-            self.reads_special = True
-            self.separator = np.array([self.special[marks[-1]]], token_dtype(self.vocab_size))
-        self.separated = self.end_token is not None
 
     def to_dict(self) -> dict[str, object]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
@@ -369,7 +348,7 @@ def from_dict(values: Settings) -> Tokenizer:
     try:
         tokenizer = _without_chat(values)
         if "chat" in values:
-            tokenizer.add_chat(values["chat"])
+            from_extras("add_chat")(tokenizer, values["chat"])
         return tokenizer
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(

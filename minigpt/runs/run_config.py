@@ -355,6 +355,7 @@ RUN_RULES: dict[str, checks.Rule] = {
     "data.path": _LOCAL_PATHS,
     "data.val_path": _LOCAL_PATHS,
     "data.separator": checks.or_null(_text("a text")),
+    "data.format": checks.or_null(checks.one_of(("conversations",))),
     "data.split": checks.one_of(("fraction", "document")),
     "data.val_fraction": checks.OPEN_FRACTION,
     "data.train_bin": _LOCAL_PATHS,

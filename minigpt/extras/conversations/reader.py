@@ -9,6 +9,7 @@ through the preparation of a corpus as any other text does.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from minigpt.data.tokenizer import Tokenizer, whole_characters
 from minigpt.extras.conversations.template import ANSWER, END, Message, chat_of, render
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import warn
 
 # Marks of a rendered conversation, with `ANSWER` and `END`; ESCAPE is inside names of special
 # tokens that are ordinary text.
@@ -27,6 +29,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
 _UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
 
 Span = tuple[int, int]  # of characters
+_warn_once = cache(warn)
 
 
 class ConversationReader:
@@ -34,10 +37,12 @@ class ConversationReader:
 
     Args:
         tokenizer: of pretrained weights; None: it is built from the conversations.
+        field: that holds the messages; None: it is recognized.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, field: str | None) -> None:
         self.chat = chat_of(tokenizer)
+        self.field = field
         # Of a tokenizer that is not built yet: any that it may have
         names = "|".join(map(re.escape, tokenizer.special)) if tokenizer else r"<\|\w+\|>"
         self.names = re.compile(names or "(?!)")
@@ -47,7 +52,7 @@ class ConversationReader:
     def __call__(self, row: object, where: str) -> TextChunk:
         """Return a rendered conversation; raise UserError, with its place, if it has none."""
         try:
-            messages = read_messages(row)
+            messages = read_messages(row, self.field)
             if self.is_literal:
                 messages = escape(messages, self.names)
             return TextChunk(mark(self.chat, messages, self.names), True)
@@ -57,7 +62,7 @@ class ConversationReader:
 
 def read_json_rows(file: Path, field: Field) -> Iterator[TextChunk | None]:
     """Read a file of another suffix: JSON Lines, or one array."""
-    if not callable(field) or next(iter(read_lines(file)), "").lstrip()[:1] != "[":
+    if not callable(field) or next(filter(str.strip, read_lines(file)), "").lstrip()[:1] != "[":
         yield from read_jsonl(file, field)
         return
     try:
@@ -68,10 +73,10 @@ def read_json_rows(file: Path, field: Field) -> Iterator[TextChunk | None]:
         yield field(row, f"{file}, item {number:,}")
 
 
-def read_messages(row: object) -> list[Message]:
+def read_messages(row: object, field: str | None) -> list[Message]:
     """Return the messages of a row; raise UserError if they are no conversation to learn from."""
     cells = _present(row)
-    match cells:
+    match {"messages": cells[field]} if field in cells else cells:
         case {"messages": messages} | {"conversations": messages}:
             pass
         case {"instruction": question, "output": answer}:
@@ -192,8 +197,8 @@ def _render_answers(
             until = render(chat, messages[: i + 1], prompt=False)
             if not until.startswith(begin):
                 raise UserError(
-                    f"the chat template starts an answer with {begin[-20:]!r}, and does not render "
-                    "it so; give it {% generation %} around the answers"
+                    f"the chat template starts message {i + 1} with {begin[-20:]!r}, but renders "
+                    "it otherwise; give it {% generation %}, or leave the message out"
                 )
             end = _end_of_answer(until, len(begin), message["content"].strip(), names)
             turns.append((until, (len(begin), end)))
@@ -210,6 +215,7 @@ def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) 
     tokens = list(names.finditer(text, max(at, start) + len(content) * (at >= 0)))
     if tokens:
         return tokens[0 if at >= 0 else -1].end()
+    _warn_once("the chat template ends answers with no special token: no end is learned")
     return len(text.rstrip())
 
 

@@ -9,7 +9,9 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any
 
-from minigpt.data.tokenizer import Tokenizer, whole_characters
+import numpy as np
+
+from minigpt.data.tokenizer import Tokenizer, token_dtype, whole_characters
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
 
@@ -57,7 +59,7 @@ _PLAIN = (
 
 
 def chat_of(tokenizer: Tokenizer | None) -> Settings:
-    """Return how conversations are written with a tokenizer, as `Tokenizer.add_chat` takes it.
+    """Return how conversations are written with a tokenizer, as `add_chat` takes it.
 
     Args:
         tokenizer: of pretrained weights; None: it is trained from scratch.
@@ -76,6 +78,32 @@ def chat_of(tokenizer: Tokenizer | None) -> Settings:
         )
     end = tokenizer.names([tokenizer.end_token])
     return {"template": _PLAIN, "tokens": {"eos_token": end}, "marks": []}
+
+
+def add_chat(tokenizer: Tokenizer, chat: Settings) -> None:
+    """Set how conversations are written with a tokenizer, and add the special tokens for it.
+
+    Args:
+        chat: `template`, in Jinja; `tokens`, the special tokens that it reads, by name; `marks`,
+            special tokens to add, the last of which ends a turn, and with it a text.
+
+    Raises:
+        UserError: the chat, which may be that of a checkpoint, has other values.
+    """
+    template, tokens, marks = (chat[key] for key in ("template", "tokens", "marks"))
+    texts = (template, *tokens, *tokens.values(), *marks)
+    if not all(isinstance(each, str) and each for each in texts):
+        raise UserError("the template, tokens and marks of a chat must be texts, none empty")
+    tokenizer.chat = {"template": template, "tokens": dict(tokens), "marks": list(marks)}
+    for name in [name for name in marks if name not in tokenizer.special]:
+        tokenizer.special = {**tokenizer.special, name: tokenizer.vocab_size}
+        tokenizer.token_bytes = {**tokenizer.token_bytes, tokenizer.vocab_size: b""}
+        tokenizer.vocab_size += 1
+    if marks:
+        end = tokenizer.special[marks[-1]]
+        tokenizer.reads_special = True
+        tokenizer.separator = np.array([end], token_dtype(tokenizer.vocab_size))
+    tokenizer.separated = tokenizer.end_token is not None
 
 
 def render(chat: Settings, messages: Sequence[Message], *, prompt: bool) -> str:

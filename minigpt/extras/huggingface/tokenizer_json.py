@@ -23,6 +23,7 @@ from minigpt.data.tokenizer import (
     token_dtype,
     whole_characters,
 )
+from minigpt.extras.conversations.template import add_chat
 from minigpt.extras.huggingface.chat_template import find_template
 from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError
@@ -295,7 +296,7 @@ def load_tokenizer(folder: Path, vocab_size: int | None = None) -> HuggingFaceTo
             tokenizer.separator = np.array([separator], dtype=tokenizer.separator.dtype)
             tokenizer.separated = True
         if template := find_template(folder, config):
-            tokenizer.add_chat({"template": template, "tokens": tokens, "marks": []})
+            add_chat(tokenizer, {"template": template, "tokens": tokens, "marks": []})
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
     return tokenizer

@@ -23,7 +23,7 @@ from minigpt.data.prepare import load_corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, from_dict
 from minigpt.extras.conversations.encoding import IN_ANSWER, KINDS, TurnEncoder, encode_chat
 from minigpt.extras.conversations.reader import ConversationReader
-from minigpt.extras.conversations.template import chat_of
+from minigpt.extras.conversations.template import add_chat, chat_of
 
 TURNS = [
     ("system", "Be brief."),
@@ -47,7 +47,7 @@ def as_messages(turns):
 @cache
 def tokenizer_of(name):
     tokenizer = ByteTokenizer() if name == "byte" else BPETokenizer.train([chatml(MORE)], 260)
-    tokenizer.add_chat(chat_of(None))
+    add_chat(tokenizer, chat_of(None))
     return from_dict(json.loads(json.dumps(tokenizer.to_dict())))
 
 
@@ -61,7 +61,7 @@ def written(tokenizer, ids):
 def read(row, name="byte", *, is_built=False):
     """Return what is written of a row, its answers, and the ids."""
     tokenizer = tokenizer_of(name)
-    marked = ConversationReader(tokenizer if is_built else None)(row, "row").text
+    marked = ConversationReader(tokenizer if is_built else None, None)(row, "row").text
     turns = TurnEncoder(tokenizer).encode(marked)
     ids = (turns // KINDS).tolist()
     learned = turns % KINDS == IN_ANSWER

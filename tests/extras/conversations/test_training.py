@@ -273,7 +273,8 @@ def test_bits_per_byte_are_of_answers_and_so_is_what_was_validated(conversed, te
     both = write_rows(tmp_path / "both.jsonl", [{"text": "a" * 99, **row} for row in CONVERSATIONS])
     bytes_of = {"name": "byte"}
     same = [
-        prepared(both, tmp_path, bytes_of, split="fraction", format=each) for each in (None, "chat")
+        prepared(both, tmp_path, bytes_of, split="fraction", format=each, field=field)
+        for each, field in ((None, "text"), ("conversations", None))
     ]
     assert len({corpus.validated_part(8, 1, None) for corpus in same}) == 2
     assert len({corpus.sha256 for corpus in same}) == 2

@@ -23,7 +23,7 @@ from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from minigpt.extras.conversations.encoding import encode_chat
-from minigpt.extras.conversations.template import CHATML, chat_of
+from minigpt.extras.conversations.template import CHATML, add_chat, chat_of
 from minigpt.extras.huggingface.export_huggingface import export_model
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.export_html import PAGE, export_html, render
@@ -152,10 +152,10 @@ def test_questions_are_encoded_as_by_minigpt(name, open_page, tmp_path):
     if name == "without marks":  # as of weights that are trained on
         tokens = BPETokenizer.train(alphabet, 700).tokens
         tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: len(tokens)}, separated=True)
-        tokenizer.add_chat(chat_of(tokenizer))
+        add_chat(tokenizer, chat_of(tokenizer))
     else:
         tokenizer = make_tokenizer(name, alphabet)
-        tokenizer.add_chat(CHATML | {"marks": ["<|im_", *CHATML["marks"]]})
+        add_chat(tokenizer, CHATML | {"marks": ["<|im_", *CHATML["marks"]]})
     model = random_model(vocab_size=tokenizer.vocab_size, n_layer=1)
     run = open_page(export(model, tokenizer, tmp_path))
     asked = run("return arguments[0].map(text => backend.tokenizer.ask(text))", texts)
@@ -168,7 +168,7 @@ def test_questions_are_encoded_as_by_minigpt(name, open_page, tmp_path):
 
 def test_special_tokens_are_shown_by_their_names_and_end_an_answer(open_page, tmp_path):
     tokenizer = ByteTokenizer()
-    tokenizer.add_chat(CHATML)
+    add_chat(tokenizer, CHATML)
     model = random_model(vocab_size=258)
     run = open_page(export(model, tokenizer, tmp_path))
     shown = run(SCORE, "é<|im_end|><|im_start|>")

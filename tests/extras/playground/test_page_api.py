@@ -20,7 +20,8 @@ from servers import BYTES, CHATML, make_instruct_folder, make_run, serving
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.data.tokenizer import ByteTokenizer
-from minigpt.extras.conversations import template
+from minigpt.extras.conversations.template import CHATML as OWN
+from minigpt.extras.conversations.template import add_chat
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves
@@ -140,7 +141,7 @@ def test_a_question_has_the_tokens_of_the_chat_template(once: Callable[..., Path
 
 def test_a_special_token_ends_an_answer_and_else_is_shown_by_its_name(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
-    tokenizer.add_chat(template.CHATML)
+    add_chat(tokenizer, OWN)
     assert dict(tokenizer.special) == {"<|im_start|>": 256, "<|im_end|>": 257}
     model = make_model(**BYTES | {"vocab_size": 258, "block_size": 64, "seed": 3})
     run = write_run(tmp_path / "chat", model, tokenizer)

@@ -17,7 +17,7 @@ from small_runs import wait_until
 
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.extras.conversations.template import CHATML
+from minigpt.extras.conversations.template import CHATML, add_chat
 from minigpt.extras.playground.export_html import export_html
 
 
@@ -91,7 +91,7 @@ def test_a_question_is_answered_as_by_the_script_in_one_step_of_undo(
     place: str, browser: Any, site: SimpleNamespace, call: Any, tmp_path: Path
 ) -> None:
     tokenizer = CharTokenizer(CHARACTERS.alphabet)
-    tokenizer.add_chat(CHATML)
+    add_chat(tokenizer, CHATML)
     run = write_run(tmp_path / "chat", random_model(vocab_size=98), tokenizer)
     file = tmp_path / "page.html"
     call("export.py", str(run), "--to", "html", "--out", str(file), "--weights", "float32")
