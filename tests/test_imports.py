@@ -15,8 +15,8 @@ ORDER = [
     *("utils", "data", "model", "training", "checkpoints", "distributed", "sampling", "runs"),
     *("sweeps", "extras", "scripts"),
 ]
-READ = {"train": 5305, "sample": 2715}  # statements that a script imports, extras aside
-SIZES = {"core": 7041, "extras": 4118}  # statements of Python
+READ = {"train": 5400, "sample": 2745}  # statements that a script imports, extras aside
+SIZES = {"core": 7140, "extras": 4600}  # statements of Python
 # What makes a reader read a line twice. Its length is limited by ruff.
 DENSE = {
     "core": {"a, b = x, y": 15, "walrus": 15, "nested comprehension": 0, "Any": 110},
@@ -109,7 +109,7 @@ def test_there_are_few_packages_and_no_modules_beside_them():
     package = ROOT / "minigpt"
     assert {file.name for file in package.glob("*.py")} == {"__init__.py", "__main__.py"}
     own = [file for file in package.rglob("__init__.py") if file.parent != package]
-    assert len(own) <= 19
+    assert len(own) <= 20
     for file in own:  # empty, or a docstring
         assert statements(ast.parse(file.read_text(encoding="utf-8"))) <= 1, file
 

@@ -136,7 +136,7 @@ class Batches:
     def __len__(self) -> int:
         return self.stop
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return self.read_windows(self._starts())
 
     def _starts(self) -> Iterator[Array]:
@@ -176,18 +176,19 @@ class ValidationBatches:
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         batches = []
         for begin in range(0, len(self.windows), self.batch_size):
             batch = self.windows[begin : begin + self.batch_size]  # of all ranks
             starts = batch[self.rank :: self.world_size] * self.block_size  # (B,)
             batches.append(starts if len(starts) else np.array([self.n_targets]))
-        for starts, (tokens, targets) in zip(batches, self.read_windows(batches), strict=True):
+        read = self.read_windows(batches)
+        for starts, (tokens, targets, *documents) in zip(batches, read, strict=True):
             padding = int(starts[-1]) + self.block_size - self.n_targets
             if padding > 0:
                 targets = targets.clone()  # it shares memory with tokens
                 targets[-1, -padding:] = IGNORE_INDEX
-            yield tokens, targets
+            yield tokens, targets, *documents
 
 
 class WindowReader:
@@ -198,16 +199,16 @@ class WindowReader:
     """
 
     def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
-        self.tokens = tokens
         self.device = device
         self.window = np.arange(block_size + 1)  # (T + 1,)
+        self.tokens: Any = tokens
         self.is_text = getattr(tokens, "is_text", True)  # an array is one
         self.on_device: Tensor | None = None
         # The ids of an order of their own are found on the CPU
         if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and self.is_text:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)  # (N,)
 
-    def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+    def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, ...]]:
         """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,)."""
         on_device = self.on_device
         if on_device is None:
@@ -218,9 +219,8 @@ class WindowReader:
         for window in windows:  # (B, T + 1)
             if self.is_text:
                 yield window[:, :-1], window[:, 1:]
-            else:
-                ids = window.where(window >= 0, ~window)  # `~id` is an id that is no target
-                yield ids[:, :-1], window[:, 1:].where(window[:, 1:] >= 0, IGNORE_INDEX)
+            else:  # with what else the model takes of conversations
+                yield self.tokens.batch(window)
 
     def _index(self, starts: Array) -> Array:
         return np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)

@@ -68,6 +68,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor | Iterable[Iterable[int]],
         targets: Tensor | Iterable[Iterable[int]] | None = None,
+        documents: Tensor | None = None,
         *,
         cache: "Cache | None" = None,
         reduction: str = "mean",
@@ -78,6 +79,9 @@ class GPT(nn.Module):
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache:
                 a tensor, or an array or nested list, which is moved to the model's device.
             targets: (B, T) the id after each token, likewise; -100 is ignored.
+            documents: (B, T) ascending numbers of several documents in a row. A token attends to
+                its own document alone, and learned positions count from its start. Its embedding of
+                n-grams and smear reads the tokens before it, as without numbers.
             cache: from `new_cache`; the tokens continue it and are appended to it.
             reduction: of the loss, in float32 or more: "mean", "sum", or "none" for (B·T,).
 
@@ -93,7 +97,8 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens exceed block_size={self.config.block_size}")
         # Embed; torch names neither the id nor the size of the vocabulary.
         try:
-            x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
+            positions = slice(start, end) if documents is None else _positions(documents)
+            x = self.embed(tokens, positions, cache)  # (B, T, C)
         except IndexError as error:
             if tokens.min() >= 0 and tokens.max() < self.config.vocab_size:  # it is of a hook
                 raise
@@ -109,6 +114,9 @@ class GPT(nn.Module):
         ):
             x = x.bfloat16()
         # The blocks, with the rotary embeddings of these positions.
+        mask = None
+        if documents is not None:
+            mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
         rotary = None
         if self.rotary is not None:
             # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
@@ -116,9 +124,9 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:
-                x = checkpoint(block, x, rotary, use_reentrant=False)  # (B, T, C)
+                x = checkpoint(block, x, rotary, None, mask, use_reentrant=False)  # (B, T, C)
             else:
-                x = block(x, rotary, cache.layers[i] if cache else None)  # (B, T, C)
+                x = block(x, rotary, cache.layers[i] if cache else None, mask)  # (B, T, C)
         # Logits, or the loss.
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
@@ -236,6 +244,13 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.n_layer))
             elif name.endswith(("bias", "ngrams.out.weight")):
                 nn.init.zeros_(parameter)
+
+
+def _positions(documents: Tensor) -> Tensor:
+    # The position of each token in its document (B, T)
+    places = torch.arange(documents.size(1), device=documents.device)  # (T,)
+    is_inside = documents.diff(dim=1, prepend=documents[:, :1] - 1) == 0  # (B, T)
+    return places - places.masked_fill(is_inside, 0).cummax(dim=1).values
 
 
 class Block(nn.Module):

@@ -72,9 +72,9 @@ class LanguageModel(L.LightningModule):
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
     def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
-        tokens, targets, *own = batch  # (B, T) each; batches of conversations bring their weight
-        loss: Tensor = self.model(tokens, targets)  # mean cross-entropy, nats per target
-        weight = own[0] if own else self.weight
+        tokens, targets, *packed = batch  # (B, T) each; of conversations also documents, weight
+        loss: Tensor = self.model(tokens, targets, *packed[:1])  # mean, nats per target
+        weight = packed[1] if packed else self.weight
         return loss if weight == 1 else loss * weight
 
     def configure_gradient_clipping(
@@ -124,11 +124,10 @@ class LanguageModel(L.LightningModule):
         # Nats, whose relative error in float32 is 2e-6 after 20,000 batches, and tokens.
         self.val_sums = torch.zeros(2, device=self.device)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        tokens, targets = batch  # (B, T) each
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         with uncompiled():  # a compilation without gradients would take longer than it saves
-            self.val_sums[0] += self.model(tokens, targets, reduction="sum")
-        self.val_sums[1] += (targets >= 0).sum()
+            self.val_sums[0] += self.model(*batch, reduction="sum")
+        self.val_sums[1] += (batch[1] >= 0).sum()  # targets (B, T)
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean over every token of the split, the same on any number of ranks."""

@@ -93,6 +93,25 @@ def test_a_model_has_the_parameters_that_its_config_counts_and_all_tensors_on_it
         assert model.to("meta")(tokens, tokens).device.type == "meta"
 
 
+@pytest.mark.parametrize("settings", [{}, LLAMA, {"norm_position": "post", "n_kv_head": 1}])
+def test_documents_in_a_row_have_the_losses_of_each_alone(settings: dict[str, Any]):
+    model = make_model(**settings).train()
+    lengths = [[5, 1, 10], [16]]
+    tokens = torch.randint(23, (2, 16))
+    targets = torch.randint(23, (2, 16))
+    alone = []
+    for row, ids, following in zip(lengths, tokens, targets, strict=True):
+        parts = zip(ids.split(row), following.split(row), strict=True)
+        alone += [model(a[None], b[None], reduction="none") for a, b in parts]
+    numbers = [torch.repeat_interleave(torch.tensor(row)) for row in lengths]
+    documents = torch.stack(numbers) + torch.tensor([[0], [3]])
+    for recomputed in (None, 1):
+        model.checkpoint_blocks = recomputed
+        losses = model(tokens, targets, documents, reduction="none")
+        assert_close(losses, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(model(tokens, targets, reduction="none"), torch.cat(alone))
+
+
 def test_repeated_layers_are_those_of_a_model_with_copies_of_their_weights():
     settings = {**LLAMA, "n_layer": 6, "ngram": 3}
     shared = make_model(**settings, layer_repeats=3)

@@ -2,19 +2,18 @@
 
 A window holds as many conversations, in the order of the text, as fit into `block_size` + 1
 tokens; what is left of it repeats its first token, which is no target. Of a longer conversation,
-each window starts at a question. Attention reaches to earlier conversations of the same window.
+each window starts at a question. No conversation attends to another one.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minigpt.data.batches import Array, Batches
 from minigpt.data.token_files import SPLITS, Corpus, Split, Tokens
 from minigpt.data.tokenizer import Ids, Tokenizer
 from minigpt.extras.conversations.encoding import (
@@ -26,6 +25,11 @@ from minigpt.extras.conversations.encoding import (
 )
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minigpt.data.batches import Batches
 
 _warn_once = cache(warn)
 
@@ -95,16 +99,16 @@ class ConversationCorpus(Corpus):
 class TurnTokens(Tokens):
     """The ids of token files of conversations, as an array (N,)."""
 
-    def __getitem__(self, index: slice | Array) -> Ids:
+    def __getitem__(self, index: slice | NDArray[np.int64]) -> Ids:
         return super().__getitem__(index) // KINDS
 
 
 class Windows(NamedTuple):
     """Windows of a split, (W,) each, those without a target left out."""
 
-    starts: Array  # first token
-    ends: Array  # token after the last
-    n_targets: Array
+    starts: NDArray[np.int64]  # first token
+    ends: NDArray[np.int64]  # token after the last
+    n_targets: NDArray[np.int64]
     n_long: int  # conversations that are longer than a window
 
 
@@ -112,7 +116,7 @@ class PackedTokens(Tokens):
     """The windows of conversations one after another, `block_size` tokens apart, as an array (N,).
 
     A window is read from `index` (B, T + 1), of which each row starts at a multiple of
-    `block_size`. `~id` is an id that is no target.
+    `block_size`, as `KINDS` × id + kind.
     """
 
     is_text = False
@@ -130,28 +134,36 @@ class PackedTokens(Tokens):
         window = np.minimum(first // self.block_size, len(self.windows.starts) - 1)  # (B, 1)
         starts = self.windows.starts[window]  # (B, 1)
         places = starts + index - first  # (B, T + 1)
-        turns = self.turns[np.where(places < self.windows.ends[window], places, starts)]
-        ids = (turns // KINDS).astype(np.int64)
-        return np.where(turns % KINDS == IN_ANSWER, ids, ~ids)
+        return self.turns[np.where(places < self.windows.ends[window], places, starts)]
+
+    def batch(self, window: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
+        """Return the tokens of (B, T + 1), their targets and their conversations, (B, T) each."""
+        from minigpt.data.batches import IGNORE_INDEX  # imports torch
+
+        ids = window // KINDS
+        kinds = window % KINDS
+        targets = ids.masked_fill(kinds != IN_ANSWER, IGNORE_INDEX)
+        documents = (kinds == STARTS_CONVERSATION).cumsum(dim=1)
+        return ids[:, :-1], targets[:, 1:], documents[:, :-1]
 
 
 @dataclass
 class WeightedBatches:
-    """Iterate over the training batches of one rank, as (tokens, targets, weight).
+    """Iterate over the training batches of one rank, as (tokens, targets, documents, weight).
 
     The weight makes the gradient of an optimizer step that of its mean loss per target, however
     unevenly ranks and accumulated batches share the targets.
     """
 
-    batches: Batches
+    batches: "Batches"
     accumulate: int  # batches per optimizer step
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any, float]]:
-        for i, (tokens, targets) in enumerate(self.batches, self.batches.first()):
-            yield tokens, targets, self.weight_of(i)
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for i, batch in enumerate(self.batches, self.batches.first()):
+            yield *batch, self.weight_of(i)
 
     def weight_of(self, batch: int) -> float:
         """Return the weight of a batch of this rank: the mean of all in the step is 1."""

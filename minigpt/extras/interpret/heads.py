@@ -149,13 +149,14 @@ def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) ->
 
 
 @torch.no_grad()
-def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
+def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, float]:
     """Return the increase of the loss without the output of each head, (L, H), and the loss of the
     intact model.
 
     Args:
-        batches: tokens and targets, (B, T) each, on the model's device; negative targets are
-            ignored. They are read once per head. Losses are in nats per token.
+        batches: tokens and targets, (B, T) each, on the model's device, and what else the model
+            takes; negative targets are ignored. They are read once per head. Losses are in nats
+            per token.
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
@@ -163,7 +164,7 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     heads = tqdm(
         list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None
     )
-    n_targets = sum(int((targets >= 0).sum()) for _, targets in batches)
+    n_targets = sum(int((targets >= 0).sum()) for _, targets, *_ in batches)
 
     def loss_of(model: GPT) -> float:
         return sum(float(model(*batch, reduction="sum")) for batch in batches) / n_targets

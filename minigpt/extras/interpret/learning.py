@@ -65,8 +65,9 @@ def measure(snapshot: Path, version: str) -> dict[str, Any] | None:
         model, tokenizer = load_checkpoint(snapshot)
     except UserError:
         return None
-    tokens, targets = next(iter(validation_batches(snapshot, model)))  # (B, T)
-    losses = model(tokens, targets, reduction="none")  # (B·T,)
+    batch = next(iter(validation_batches(snapshot, model)))
+    tokens, targets = batch[:2]  # (B, T)
+    losses = model(*batch, reduction="none")  # (B·T,)
     known = targets.flatten() >= 0
     losses, ids = losses[known], targets.flatten()[known].tolist()
     kinds = torch.tensor(token_kinds(token_pieces(tokenizer, ids)))

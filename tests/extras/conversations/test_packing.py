@@ -153,7 +153,7 @@ def test_any_number_of_ranks_reads_the_same_windows_also_after_resuming(
     sizes = ["data.batch_size=5", "max_steps=9", f"data.overfit_batches={repeat}", "seed=4"]
     sizes.append(f"trainer.accumulate_grad_batches={accumulated}")
     whole = [*data_of(corpus, *sizes).train_dataloader()]
-    n_targets = [int((targets >= 0).sum()) for _, targets, _ in whole]
+    n_targets = [int((targets >= 0).sum()) for _, targets, *_ in whole]
     assert len({*n_targets}) > 1  # so that weights differ
     every = expected_rows(MANY, BLOCK_SIZE)
     rows = [row for batch in whole for row in rows_of(batch)]
@@ -172,7 +172,7 @@ def test_any_number_of_ranks_reads_the_same_windows_also_after_resuming(
             of_ranks = [row for share in shares for row in rows_of(share)]
             assert sorted(of_ranks) == sorted(rows_of(whole[i]))
             total = sum(n_targets[i - i % accumulated :][:accumulated])
-            for _, targets, weight in shares:
+            for _, targets, _, weight in shares:
                 own = int((targets >= 0).sum())
                 assert weight == pytest.approx(own * world_size * accumulated / total)
 

@@ -107,25 +107,26 @@ def test_loss_and_gradient_are_those_of_transformers_with_labels_of_answers(
     name, make, once, text, tmp_path
 ):
     folder = once(name, make)
-    # Their windows: whole conversations while they fit into 141 tokens
+    # Each conversation by itself; and how many windows of 141 tokens hold all
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = theirs.chat_template or PLAIN
     corpus = prepared(
         text, tmp_path, find_pretrained(folder).tokenizer.to_dict(), val_path=str(text)
     )
-    windows = [[]]
-    for row in CONVERSATIONS:
-        tokens = labeled(theirs, row["messages"])
-        if len(windows[-1]) + len(tokens) > 141:
-            windows.append([])
-        windows[-1] += tokens
-    padded = torch.tensor([each + [(0, -100)] * (141 - len(each)) for each in windows])
+    alone = [labeled(theirs, row["messages"]) for row in CONVERSATIONS]
+    fills = [0]
+    for tokens in alone:
+        if fills[-1] + len(tokens) > 141:
+            fills.append(0)
+        fills[-1] += len(tokens)
+    assert len(fills) < len(alone)
+    padded = torch.tensor([each + [(0, -100)] * (141 - len(each)) for each in alone])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = model(padded[..., 0], labels=padded[..., 1]).loss
     expected.backward()
     # Ours, all in one batch
     ours = find_pretrained(folder).load()
-    sizes = [f"data.batch_size={len(windows)}", "max_steps=1"]
+    sizes = [f"data.batch_size={len(fills)}", "max_steps=1"]
     (batch,) = data_of(corpus, *sizes, block_size=140).train_dataloader()
     module = LanguageModel(ours, optimizer=None, schedule=max, max_steps=1)
     loss = module.training_step(batch, 0)
