@@ -1,5 +1,6 @@
 """Every command and block of the pages and of the notebook runs; make; the command of a wheel."""
 
+import json
 import os
 import re
 import shlex
@@ -99,12 +100,20 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
     Path("openai-community").mkdir()
     for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):
         Path(model).symlink_to(gpt2_folder)  # a folder comes before a model of the Hub
+    write_conversations(Path("my.jsonl"))
+    write_conversations(Path("plays.jsonl"))
+    for folder in re.findall(r"(?<=init_from=)HuggingFaceTB\S+", " ".join(arguments)):
+        make_instruct_folder(Path(folder))
     if "--chat" in arguments:
+        Path(arguments[0]).unlink(missing_ok=True)  # runs/latest is a link
         make_instruct_folder(Path(arguments[0]))
     if script == "scripts/train.py" and "--help" not in arguments:
         pretrained = re.search("init_from=|finetune", " ".join(arguments))
-        arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
-        arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
+        fixed = ["model.n_layer"] if pretrained else []
+        fixed += ["model.block_size"] if "conversations" in " ".join(arguments) else []
+        arguments += [option for option in SHORT if option.partition("=")[0] not in fixed]
+        arguments += ["tokenizer.vocab_size=262"] if "data=conversations" in arguments else []
+        arguments += [] if "data.path=" in " ".join(arguments) else [f"data.path={text}"]
         if not (pretrained or "-m" in arguments or "model." in " ".join(command)):
             arguments += NARROW
         arguments += SMALL_SWEEP if "-m" in arguments else []
@@ -124,6 +133,14 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         code = process.returncode
     assert code == 0, process.stderr
     assert process.stdout.strip()
+
+
+def write_conversations(file):
+    rows = []
+    for word in string.ascii_lowercase * 2:
+        turns = [{"role": "user", "content": word}, {"role": "assistant", "content": word * 2}]
+        rows.append(json.dumps({"messages": turns}) + "\n")
+    file.write_text("".join(rows), encoding="utf-8")
 
 
 def write_own_parts():
@@ -217,7 +234,10 @@ def test_every_extra_of_the_documents_exists():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=basename)
-def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
+def test_every_code_block_runs_and_prints_the_output_that_follows(
+    page, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     names = {}
     printed = None
     text = page.read_text(encoding="utf-8")
