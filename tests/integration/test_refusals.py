@@ -221,7 +221,7 @@ train.py model.n_head=2,,4 -m
 train.py seed='choice(1,2,)' -m
     has a comma without a value beside it; write 'seed=choice(1,2)'
 train.py ~data model.n_head=2,4 -m
-    ~data leaves a run without data; write data= with one of fineweb_edu,
+    ~data leaves a run without data; write data= with one of conversations,
 train.py ~seed model.n_head=1,2 -m
     no point of the sweep is possible: seed is missing, which a run needs; add
 train.py seed=3 -m
