@@ -8,7 +8,6 @@ depend on the size of the corpus, and a resumed run needs only its step.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +47,8 @@ class WindowOrder:
         least = block_size if moves else 0  # twice the least overlap
         self.n_windows = 1 - (-2 * self.last_start - least) // (2 * block_size)
         self.overlap = (self.n_windows - 1) * block_size - self.last_start
-        self.n_edge = max(
-            1, min(8, self.n_windows - 1)
-        )  # boundaries at each end, one of which overlaps
+        # Boundaries at each end, one of which overlaps
+        self.n_edge = max(1, min(8, self.n_windows - 1))
 
     def starts(self, index: Array) -> Array:
         """Return the first token of the windows at positions `index` over all epochs, any shape."""
@@ -201,15 +199,18 @@ class WindowReader:
     def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
         self.device = device
         self.window = np.arange(block_size + 1)  # (T + 1,)
-        self.tokens: Any = tokens
-        self.is_text = getattr(tokens, "is_text", True)  # an array is one
+        self.tokens = tokens
+        self.batch = getattr(tokens, "batch", None)  # of windows of conversations
         self.on_device: Tensor | None = None
-        # The ids of an order of their own are found on the CPU
-        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and self.is_text:
+        # Windows of conversations are packed on the CPU
+        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS and not self.batch:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)  # (N,)
 
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,)."""
+        """Yield (tokens, targets), (B, T) each, of the windows that start at each batch, (B,).
+
+        Windows of conversations yield (tokens, targets, documents).
+        """
         on_device = self.on_device
         if on_device is None:
             read_ahead = map_in_threads(self._gather, batches, threads=16)
@@ -217,10 +218,10 @@ class WindowReader:
         else:
             windows = (on_device[self._copy(self._index(starts))].long() for starts in batches)
         for window in windows:  # (B, T + 1)
-            if self.is_text:
+            if self.batch:
+                yield self.batch(window)
+            else:
                 yield window[:, :-1], window[:, 1:]
-            else:  # with what else the model takes of conversations
-                yield self.tokens.batch(window)
 
     def _index(self, starts: Array) -> Array:
         return np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)

@@ -23,7 +23,7 @@ from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import ROOT, shell_quote, usage
-from minigpt.utils.terminal import unescape, warn
+from minigpt.utils.terminal import unescape, warn, warn_once
 
 STDIN = ("-", "/dev/stdin")
 TEXT_SUFFIXES = (".txt", ".md")
@@ -82,7 +82,6 @@ _BINARY = {  # how files begin, in bytes, that hold a text which must be unpacke
     b"%PDF-": "a PDF document; convert it: pdftotext {}",
     b"\xd0\xcf\x11\xe0": "an office document; save it as UTF-8 text",
 }
-_warn_once = cache(warn)
 # A text is cut after a single line break before a letter or digit, or else before a single space
 # between letters.
 _CUTS = (
@@ -239,7 +238,7 @@ def without_null(chunks: Iterable[TextChunk | None], name: str) -> Iterator[Text
         else:
             yield chunk
     if n_null:
-        _warn_once(f"{n_null:,} rows of {name} have null instead of a text and are left out")
+        warn_once(f"{n_null:,} rows of {name} have null instead of a text and are left out")
 
 
 def read_documents(file: Path, field: Field, separator: str = "") -> Iterator[TextChunk | None]:

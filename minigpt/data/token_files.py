@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +43,7 @@ class Split:
 class Corpus:
     """Token files of two splits and their tokenizer."""
 
-    is_text: ClassVar[bool] = True  # losses are of every token; else of the answers alone
+    is_text = True  # losses are of every token; else of the answers alone
 
     name: str
     sha256: str  # of the text (`Source` of data/sources.py), or of token files
@@ -108,8 +107,6 @@ class Tokens:
     `tokens[a:b]` reads a slice, and `tokens[index]` gathers windows, (B, T). The cost of an index
     does not depend on N. Raises UserError for ids outside the vocabulary.
     """
-
-    is_text = True  # every token is a target, and a window may start anywhere
 
     def __init__(self, file: Path, dtype: str, vocab_size: int, header: int = 0) -> None:
         self.file = file

@@ -10,7 +10,7 @@ _MODULES = {
     "compute_sentence": "research.multiplier",
     "TurnEncoder": "conversations.encoding",
     "WeightedBatches": "conversations.corpus",
-    "add_chat": "conversations.template",
+    "add_chat": "conversations.encoding",
     "append_to_ledger": "research.conclusion",
     "compute_shares": "research.multiplier",
     "encode_chat": "conversations.encoding",

@@ -9,7 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from minigpt.utils.ranks import is_rank_zero
@@ -27,6 +27,9 @@ def warn(message: str) -> None:
     """Print a one-line warning on rank 0."""
     if is_rank_zero():
         log(f"warning: {message}")
+
+
+warn_once = cache(warn)
 
 
 def log(line: str) -> None:

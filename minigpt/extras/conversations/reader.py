@@ -8,28 +8,34 @@ through the preparation of a corpus as any other text does.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from minigpt.data.readers import Field, TextChunk, read_jsonl, read_lines
+from minigpt.data.readers import TextChunk, read_jsonl, read_lines
 from minigpt.data.tokenizer import Tokenizer, whole_characters
-from minigpt.extras.conversations.template import ANSWER, END, Message, chat_of, render
+from minigpt.extras.conversations.encoding import (
+    ANSWER,
+    CONVERSATION,
+    END,
+    QUESTION,
+    Message,
+    chat_of,
+    escape,
+    render,
+    special_names,
+)
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import warn_once
 
-# Marks of a rendered conversation, with `ANSWER` and `END`; ESCAPE is inside names of special
-# tokens that are ordinary text.
-CONVERSATION, QUESTION, ESCAPE = "\ufdd0", "\ufdd1", "\ufdd4"
+# Marks, and other characters that Unicode reserves for use within a program
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
 _UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
 
 Span = tuple[int, int]  # of characters
-_warn_once = cache(warn)
 
 
 class ConversationReader:
@@ -43,26 +49,24 @@ class ConversationReader:
     def __init__(self, tokenizer: Tokenizer | None, field: str | None) -> None:
         self.chat = chat_of(tokenizer)
         self.field = field
-        # Of a tokenizer that is not built yet: any that it may have
-        names = "|".join(map(re.escape, tokenizer.special)) if tokenizer else r"<\|\w+\|>"
-        self.names = re.compile(names or "(?!)")
-        # transformers reads names of special tokens in messages as these
-        self.is_literal = tokenizer is None or tokenizer.name != "huggingface"
+        self.tokenizer = tokenizer
+        self.names = special_names(tokenizer)
 
     def __call__(self, row: object, where: str) -> TextChunk:
         """Return a rendered conversation; raise UserError, with its place, if it has none."""
         try:
-            messages = read_messages(row, self.field)
-            if self.is_literal:
-                messages = escape(messages, self.names)
+            messages = escape(self.tokenizer, read_messages(row, self.field))
             return TextChunk(mark(self.chat, messages, self.names), True)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
 
-def read_json_rows(file: Path, field: Field) -> Iterator[TextChunk | None]:
-    """Read a file of another suffix: JSON Lines, or one array."""
-    if not callable(field) or next(filter(str.strip, read_lines(file)), "").lstrip()[:1] != "[":
+def read_json_rows(
+    file: Path, field: Callable[[object, str], TextChunk]
+) -> Iterator[TextChunk | None]:
+    """Read a file without a suffix of rows: JSON Lines, or one array."""
+    begin = next(filter(str.strip, read_lines(file)), "").lstrip()
+    if not begin.startswith("["):
         yield from read_jsonl(file, field)
         return
     try:
@@ -81,8 +85,8 @@ def read_messages(row: object, field: str | None) -> list[Message]:
             pass
         case {"instruction": question, "output": answer}:
             parts = filter(None, [question, cells.get("input")])
-            messages = [("system", cells.get("system")), ("user", "\n\n".join(map(str, parts)))]
-            messages = [{"role": r, "content": c} for r, c in messages if c]
+            asked = [("system", cells.get("system")), ("user", "\n\n".join(map(str, parts)))]
+            messages = [{"role": role, "content": text} for role, text in asked if text]
             messages.append({"role": "assistant", "content": answer})
         case _:
             raise UserError(
@@ -111,34 +115,25 @@ def _present(row: object) -> dict[str, Any]:
 
 def _read_message(given: object, name: str) -> Message:
     values = _present(given)
-    if "from" in values and "value" in values:
-        role = values.pop("from")
-        values |= {"role": _SHAREGPT.get(str(role), role), "content": values.pop("value")}
+    role = values.get("role")
     content = values.get("content")
+    if "from" in values and "value" in values:
+        role = _SHAREGPT.get(str(values["from"]), values.pop("from"))
+        content = values.pop("value")
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         parts = [(part.get("type"), part.get("text")) for part in content]
         texts = [text for kind, text in parts if kind == "text" and isinstance(text, str)]
         content = "".join(texts) if len(texts) == len(content) else content
-    role = values.get("role")
     if not isinstance(role, str) or not isinstance(content, str):
         raise UserError(f"{name} must have a role and a content that are texts, got {given!r:.80}")
     if role == "assistant" and not content.strip():
         raise UserError(f"{name} is an empty answer; leave it out")
-    values["content"] = content
+    values |= {"role": role, "content": content}
     return {key: _clean(value) for key, value in values.items()}
 
 
 def _clean(value: Any) -> Any:
     return _RESERVED.sub("\ufffd", whole_characters(value)) if isinstance(value, str) else value
-
-
-def escape(messages: Sequence[Message], names: re.Pattern[str]) -> list[Message]:
-    """Return messages in which names of special tokens are ordinary text when they are encoded."""
-    texts = [
-        names.sub(lambda name: name[0][0] + ESCAPE + name[0][1:], message["content"])
-        for message in messages
-    ]
-    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) -> str:
@@ -171,11 +166,11 @@ def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) ->
             i = next(following)
             if messages[i].get("weight", 1):
                 places += [(start, ANSWER), (end, END)]
-            if [each["role"] for each in messages[i + 1 : i + 2]] == ["user"]:
-                places.append((_question_after(text, end, names), QUESTION))
-        begins = [place for place, _ in places]
-        for (begin, sign), until in zip(places, [*begins[1:], len(text)], strict=True):
-            marked += sign + text[begin:until]
+            if i + 1 < len(messages) and messages[i + 1]["role"] == "user":
+                places.append((_start_of_question(text, end, names), QUESTION))
+        for place, sign in reversed(places):
+            text = text[:place] + sign + text[place:]
+        marked += text
     return marked
 
 
@@ -185,12 +180,13 @@ def _render_answers(
     """Return the rendered text and where its answers are; several texts if each has its own."""
     # By the marks of the template
     parts = re.split(f"[{ANSWER}{END}]", render(chat, messages, prompt=False))
-    ends = list(accumulate(map(len, parts)))
     text = "".join(parts)
     if len(parts) > 1:
+        ends = list(accumulate(map(len, parts)))
         return [(text, list(zip(ends[:-1:2], ends[1::2], strict=True)))]
     # Turn by turn
-    turns = []
+    texts = []
+    spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             begin = render(chat, messages[:i], prompt=True)
@@ -200,27 +196,29 @@ def _render_answers(
                     f"the chat template starts message {i + 1} with {begin[-20:]!r}, but renders "
                     "it otherwise; give it {% generation %}, or leave the message out"
                 )
-            end = _end_of_answer(until, len(begin), message["content"].strip(), names)
-            turns.append((until, (len(begin), end)))
-    if all(text.startswith(until[:end]) for until, (_, end) in turns):
-        return [(text, [span for _, span in turns])]
-    return [(until, [span]) for until, span in turns]
+            texts.append(until)
+            spans.append((len(begin), _end_of_answer(until, len(begin), message["content"], names)))
+    if all(text.startswith(until[:end]) for until, (_, end) in zip(texts, spans, strict=True)):
+        return [(text, spans)]
+    return [(until, [span]) for until, span in zip(texts, spans, strict=True)]
 
 
 def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) -> int:
-    # After the special token that ends it; a template that changes it may have others within, and
-    # may put some before it, whose names are not where it is found
+    # After the first special token behind the content. Of a content that the template changes, the
+    # last one of the text. The content is not looked for within names of special tokens.
+    content = content.strip()
     hidden = [names.sub(lambda name: "\0" * len(name[0]), each) for each in (text, content)]
     at = hidden[0].rfind(hidden[1], start)
-    tokens = list(names.finditer(text, max(at, start) + len(content) * (at >= 0)))
+    tokens = list(names.finditer(text, start if at < 0 else at + len(content)))
     if tokens:
-        return tokens[0 if at >= 0 else -1].end()
-    _warn_once("the chat template ends answers with no special token: no end is learned")
+        return tokens[-1 if at < 0 else 0].end()
+    warn_once("the chat template ends answers with no special token: no end is learned")
     return len(text.rstrip())
 
 
-def _question_after(text: str, end: int, names: re.Pattern[str]) -> int:
-    # After the special token that ends the answer, if it is not part of it, and line breaks
+def _start_of_question(text: str, end: int, names: re.Pattern[str]) -> int:
+    # After line breaks that follow the end of an answer, and the special token that ends it if the
+    # template does not mark it as a part of the answer
     token = names.match(text, end)
     last = max((each.end() for each in names.finditer(text, 0, end)), default=0)
     begin = token.end() if token and last < len(text[:end].rstrip()) else end

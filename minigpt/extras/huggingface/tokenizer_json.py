@@ -23,7 +23,7 @@ from minigpt.data.tokenizer import (
     token_dtype,
     whole_characters,
 )
-from minigpt.extras.conversations.template import add_chat
+from minigpt.extras.conversations.encoding import add_chat
 from minigpt.extras.huggingface.chat_template import find_template
 from minigpt.extras.packages import import_extra
 from minigpt.utils.errors import UserError

@@ -25,8 +25,8 @@ from minigpt.data.tokenizer import (
     CharTokenizer,
     Tokenizer,
 )
-from minigpt.extras.conversations.reader import QUESTION
-from minigpt.extras.conversations.template import render as render_chat
+from minigpt.extras.conversations.encoding import QUESTION
+from minigpt.extras.conversations.encoding import render as render_chat
 from minigpt.extras.playground.loaded_models import named_path
 from minigpt.model.config import GPTConfig
 from minigpt.model.gpt import GPT

@@ -21,9 +21,15 @@ from small_runs import one_line
 
 from minigpt.data.prepare import load_corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, from_dict
-from minigpt.extras.conversations.encoding import IN_ANSWER, KINDS, TurnEncoder, encode_chat
+from minigpt.extras.conversations.encoding import (
+    IN_ANSWER,
+    KINDS,
+    TurnEncoder,
+    add_chat,
+    chat_of,
+    encode_chat,
+)
 from minigpt.extras.conversations.reader import ConversationReader
-from minigpt.extras.conversations.template import add_chat, chat_of
 
 TURNS = [
     ("system", "Be brief."),

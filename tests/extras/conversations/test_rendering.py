@@ -32,10 +32,11 @@ from minigpt.extras.conversations.encoding import (
     STARTS_CONVERSATION,
     STARTS_QUESTION,
     TurnEncoder,
+    add_chat,
+    chat_of,
     encode_chat,
 )
 from minigpt.extras.conversations.reader import ConversationReader
-from minigpt.extras.conversations.template import add_chat, chat_of
 from minigpt.extras.huggingface.tokenizer_json import load_tokenizer, tokenizer_files
 
 ALTERNATE = """

@@ -22,8 +22,7 @@ from minigpt import GPT, GPTConfig, generate, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
-from minigpt.extras.conversations.encoding import encode_chat
-from minigpt.extras.conversations.template import CHATML, add_chat, chat_of
+from minigpt.extras.conversations.encoding import CHATML, add_chat, chat_of, encode_chat
 from minigpt.extras.huggingface.export_huggingface import export_model
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.export_html import PAGE, export_html, render

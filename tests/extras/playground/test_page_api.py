@@ -20,8 +20,8 @@ from servers import BYTES, CHATML, make_instruct_folder, make_run, serving
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.data.tokenizer import ByteTokenizer
-from minigpt.extras.conversations.template import CHATML as OWN
-from minigpt.extras.conversations.template import add_chat
+from minigpt.extras.conversations.encoding import CHATML as OWN
+from minigpt.extras.conversations.encoding import add_chat
 from minigpt.extras.interpret import originality
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.interpret.learning import learning_curves

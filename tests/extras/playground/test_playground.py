@@ -17,7 +17,7 @@ from small_runs import wait_until
 
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.extras.conversations.template import CHATML, add_chat
+from minigpt.extras.conversations.encoding import CHATML, add_chat
 from minigpt.extras.playground.export_html import export_html
 
 
