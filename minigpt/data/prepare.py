@@ -6,7 +6,6 @@ the text's checksum, the tokenizer and the split, so changed inputs get new file
 """
 
 import hashlib
-import math
 import platform
 import shutil
 from array import array
@@ -49,7 +48,7 @@ from minigpt.utils.threads import map_in_threads
 _BATCH_CHARS = 1 << 20  # tokenized together
 # By how much of the smaller split a cut at the start of a document may miss val_fraction: documents
 # of up to two fifths of the smaller split stay whole.
-CUT_TOLERANCE = 0.2
+_CUT_TOLERANCE = 0.2
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 
@@ -81,8 +80,8 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
     sources = find_sources(data)
     provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
     if chat:
-        provenance |= {"format": data["format"], "field": reader.field}
-        provenance["chat_sha256"] = sha256_json(chat)
+        own = {"format": data["format"], "field": reader.field, "chat_sha256": sha256_json(chat)}
+        provenance |= own
     if len(sources) > 1:
         provenance["val_sha256"] = sources[1].sha256
     else:
@@ -188,8 +187,11 @@ def _plan(
         if not sum(lengths):
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
         if by_fraction:
-            tolerance = math.inf if chat else CUT_TOLERANCE
-            cut = cut_by_fraction(lengths, provenance["val_fraction"], tolerance)
+            cut = cut_by_fraction(
+                lengths,
+                provenance["val_fraction"],
+                tolerance=float("inf") if chat else _CUT_TOLERANCE,
+            )
             if len(lengths) > 1 and cut not in np.cumsum(lengths):
                 # Runs of earlier versions, which cut elsewhere, have no such entry, and so other
                 # files: they are not resumed.
@@ -220,13 +222,11 @@ def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def cut_by_fraction(
-    lengths: Sequence[int], val_fraction: float, tolerance: float = CUT_TOLERANCE
-) -> int:
+def cut_by_fraction(lengths: Sequence[int], val_fraction: float, tolerance: float) -> int:
     """Return where the validation split starts, in characters from the start of the text.
 
-    It is the nearest start of a document, or lies within a document if none is near: if it would
-    miss `val_fraction` by more than `tolerance` of the smaller split.
+    It is the nearest start of a document. If that would miss `val_fraction` by more than
+    `tolerance` of the smaller split, it lies within a document.
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))

@@ -160,8 +160,7 @@ def load(folder: Path) -> Corpus:
                 raise ValueError(f"{key} must be a {kind.__name__}")
         provenance = meta["provenance"]
         split = [provenance.get(key) for key in ("source_sha256", "split", "val_fraction")]
-        is_text = "format" not in provenance
-        corpus = Corpus if is_text else from_extras("ConversationCorpus")
+        corpus = from_extras("ConversationCorpus") if "format" in provenance else Corpus
         return corpus(
             name=meta["name"],
             sha256=meta["sha256"],

@@ -346,7 +346,24 @@ class BPETokenizer(Tokenizer):
 def from_dict(values: Settings) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it describes none."""
     try:
-        tokenizer = _without_chat(values)
+        match values["name"]:
+            case CharTokenizer.name:
+                tokenizer: Tokenizer = CharTokenizer(values["alphabet"])
+            case ByteTokenizer.name:
+                tokenizer = ByteTokenizer()
+            case "huggingface":
+                tokenizer = from_extras("HuggingFaceTokenizer")(
+                    values["json"],
+                    values["separator"],
+                    **values.get("options", {}),
+                )
+            case name if name in (BPETokenizer.trained, *PATTERNS):
+                tokenizer = BPETokenizer.from_dict(values)
+            case _:
+                raise UserError(
+                    f"unknown tokenizer {values!r:.80}; "
+                    f"use char, byte, bpe, huggingface, {', '.join(PATTERNS)}"
+                )
         if "chat" in values:
             from_extras("add_chat")(tokenizer, values["chat"])
         return tokenizer
@@ -354,24 +371,6 @@ def from_dict(values: Settings) -> Tokenizer:
         raise UserError(
             f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})"
         ) from error
-
-
-def _without_chat(values: Settings) -> Tokenizer:
-    match values["name"]:
-        case CharTokenizer.name:
-            return CharTokenizer(values["alphabet"])
-        case ByteTokenizer.name:
-            return ByteTokenizer()
-        case "huggingface":
-            options = values.get("options", {})
-            return from_extras("HuggingFaceTokenizer")(
-                values["json"], values["separator"], **options
-            )
-        case name if name in (BPETokenizer.trained, *PATTERNS):
-            return BPETokenizer.from_dict(values)
-    raise UserError(
-        f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}"
-    )
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:

@@ -249,8 +249,7 @@ class GPT(nn.Module):
 def _positions(documents: Tensor) -> Tensor:
     # The position of each token in its document (B, T)
     places = torch.arange(documents.size(1), device=documents.device)  # (T,)
-    is_inside = documents.diff(dim=1, prepend=documents[:, :1] - 1) == 0  # (B, T)
-    return places - places.masked_fill(is_inside, 0).cummax(dim=1).values
+    return places - torch.searchsorted(documents.contiguous(), documents.contiguous())
 
 
 class Block(nn.Module):
