@@ -96,7 +96,8 @@ class Corpus:
         """Return a prompt for samples as text and as ids, (T,).
 
         Args:
-            text: may be empty; of conversations, it is a question, or else that of this `index`.
+            text: may be empty. Of conversations, it is a question; if it is empty, the question
+                before answer `index` of the validation split.
         """
         return text, encode_prompt(self.tokenizer, text)
 

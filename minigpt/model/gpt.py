@@ -79,9 +79,9 @@ class GPT(nn.Module):
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache:
                 a tensor, or an array or nested list, which is moved to the model's device.
             targets: (B, T) the id after each token, likewise; -100 is ignored.
-            documents: (B, T) ascending numbers of several documents in a row. A token attends to
-                its own document alone, and learned positions count from its start. Its embedding of
-                n-grams and smear reads the tokens before it, as without numbers.
+            documents: (B, T) the number of the document of each token, ascending in a row. A token
+                attends to its own document alone, and learned positions count from its start.
+                Embeddings of n-grams and smear also read tokens of the document before.
             cache: from `new_cache`; the tokens continue it and are appended to it.
             reduction: of the loss, in float32 or more: "mean", "sum", or "none" for (B·T,).
 

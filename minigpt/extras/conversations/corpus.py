@@ -78,7 +78,7 @@ class ConversationCorpus(Corpus):
         )
 
     def sample_prompt(self, text: str, index: int = 0) -> tuple[str, Ids]:
-        """Return a rendered question: the text, or else one of the validation split."""
+        """Return a rendered question: the text, or if it is empty, one of the validation split."""
         if text:
             asked = encode_chat(self.tokenizer, [{"role": "user", "content": text}])
             ids = np.array(asked, self.tokenizer.separator.dtype)
@@ -182,8 +182,9 @@ def pack(file: Path, dtype: str, block_size: int) -> Windows:
     kinds = np.fromfile(file, dtype) % KINDS
     conversations = [*np.flatnonzero(kinds == STARTS_CONVERSATION).tolist(), len(kinds)]
     starts = [*np.flatnonzero(kinds >= STARTS_QUESTION).tolist(), len(kinds)]  # of both
-    # One window after another. It ends after a conversation; within a longer one, before a
-    # question, or else within an answer, the rest of which is in no window
+    # One window after another. Its end is the last place within `size` tokens after a whole
+    # conversation, else before a question, else the place that many tokens on, within an answer;
+    # the rest of this answer is in no window
     edges: list[int] = []
     begin = starts[0]
     while begin < len(kinds):
@@ -197,7 +198,6 @@ def pack(file: Path, dtype: str, block_size: int) -> Windows:
     is_answer = np.append(kinds == IN_ANSWER, False)
     n_targets = np.add.reduceat(is_answer, edges, dtype=np.int64)[::2]
     kept = n_targets > 0
-    begins = np.array(edges[::2])[kept]
-    ends = np.array(edges[1::2])[kept]
+    begins, ends = np.array(edges).reshape(-1, 2)[kept].T
     n_long = int((np.diff(conversations) > size).sum())
     return Windows(begins, ends, n_targets[kept], n_long)

@@ -40,14 +40,15 @@ KINDS = 4
 IN_CONTEXT, IN_ANSWER, STARTS_QUESTION, STARTS_CONVERSATION = range(KINDS)
 _HUGGING_FACE = "huggingface"  # name of their tokenizers
 
-# Of a model that is trained on conversations from scratch. The two names are special tokens.
+# What both templates of our own begin with
 _ROLES = """{% for message in messages %}
 {% if message.role not in ('system', 'user', 'assistant') %}
 {{ raise_exception('a role must be system, user or assistant, got ' ~ message.role) }}
 {% endif %}
 """
-_CHATML = (
-    _ROLES
+# Of a model that is trained on conversations from scratch. The two names are special tokens.
+CHATML = {
+    "template": _ROLES
     + """{{ '<|im_start|>' ~ message.role ~ '\\n' }}
 {%- if message.role == 'assistant' %}
 {% generation %}{{ message.content ~ '<|im_end|>' }}{% endgeneration %}
@@ -58,10 +59,11 @@ _CHATML = (
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
-{%- endif %}"""
-)
-CHATML = {"template": _CHATML, "tokens": {}, "marks": ["<|im_start|>", "<|im_end|>"]}
-# Of a pretrained model without a template, which has an end-of-text token alone.
+{%- endif %}""",
+    "tokens": {},
+    "marks": ["<|im_start|>", "<|im_end|>"],
+}
+# Of a pretrained model without a template, whose only special token ends a text.
 _PLAIN = (
     _ROLES
     + """{%- if message.role == 'assistant' %}
@@ -104,8 +106,7 @@ class TurnEncoder:
 
     def encode(self, marked: str) -> NDArray[np.uint32]:
         """Encode a text of one or several conversations, (N,)."""
-        is_whole = self.tokenizer.name == _HUGGING_FACE
-        encode = _encode_whole if is_whole else _encode_pieces
+        encode = _encode_whole if self.tokenizer.name == _HUGGING_FACE else _encode_pieces
         encoded = []
         for part in marked.split(CONVERSATION)[1:]:
             ids, marks = encode(self.tokenizer, part)
@@ -251,7 +252,7 @@ def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise UserError(message)
 
-    # As transformers
+    # With the settings of transformers
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

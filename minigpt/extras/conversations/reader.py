@@ -1,9 +1,7 @@
 """Conversations of files and data sets, read row by row and rendered with marks.
 
 Rows are recognized by their keys: `messages` (OpenAI, Hugging Face), `conversations` (ShareGPT),
-`instruction` and `output` (Alpaca). A rendered conversation is a text in which single characters
-mark where it starts, where a question follows an answer, and where the answers are, so that it goes
-through the preparation of a corpus as any other text does.
+`instruction` and `output` (Alpaca). The marks are those of `encoding`.
 """
 
 import json
@@ -34,8 +32,6 @@ from minigpt.utils.terminal import warn_once
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
 _UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
-
-Span = tuple[int, int]  # of characters
 
 
 class ConversationReader:
@@ -149,21 +145,16 @@ def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) ->
         UserError: the template does not take the messages, or leaves some out.
     """
     # What the template renders, and whether it is everything
-    texts = _render_answers(chat, messages, names)
     answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
-    n_found = sum(len(spans) for _, spans in texts)
-    if n_found != len(answers):
-        raise UserError(f"the chat template marks {n_found} answers of {len(answers)}")
+    texts = _render_answers(chat, messages, answers, names)
     for i, each in enumerate(messages[: answers[-1]], 1):
         if each["role"] != "assistant" and each["content"].strip() not in texts[-1][0]:
             raise UserError(f"the chat template leaves out message {i}, of the role {each['role']}")
     # Marks at their places; answers of weight 0 are not learned, as in OpenAI's files
     marked = ""
-    following = iter(answers)
     for text, spans in texts:
         places = [(0, CONVERSATION)]
-        for start, end in spans:
-            i = next(following)
+        for i, (start, end) in spans.items():
             if messages[i].get("weight", 1):
                 places += [(start, ANSWER), (end, END)]
             if i + 1 < len(messages) and messages[i + 1]["role"] == "user":
@@ -175,32 +166,38 @@ def mark(chat: Settings, messages: Sequence[Message], names: re.Pattern[str]) ->
 
 
 def _render_answers(
-    chat: Settings, messages: Sequence[Message], names: re.Pattern[str]
-) -> list[tuple[str, list[Span]]]:
-    """Return the rendered text and where its answers are; several texts if each has its own."""
+    chat: Settings, messages: Sequence[Message], answers: Sequence[int], names: re.Pattern[str]
+) -> list[tuple[str, dict[int, tuple[int, int]]]]:
+    """Return the rendered text, and where in it each answer starts and ends, by its message.
+
+    If the template renders an answer otherwise once another message follows, return a text per
+    answer.
+    """
     # By the marks of the template
     parts = re.split(f"[{ANSWER}{END}]", render(chat, messages, prompt=False))
     text = "".join(parts)
     if len(parts) > 1:
         ends = list(accumulate(map(len, parts)))
-        return [(text, list(zip(ends[:-1:2], ends[1::2], strict=True)))]
+        found = list(zip(ends[:-1:2], ends[1::2], strict=True))
+        if len(found) != len(answers):
+            raise UserError(f"the chat template marks {len(found)} answers of {len(answers)}")
+        return [(text, dict(zip(answers, found, strict=True)))]
     # Turn by turn
-    texts = []
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            begin = render(chat, messages[:i], prompt=True)
-            until = render(chat, messages[: i + 1], prompt=False)
-            if not until.startswith(begin):
-                raise UserError(
-                    f"the chat template starts message {i + 1} with {begin[-20:]!r}, but renders "
-                    "it otherwise; give it {% generation %}, or leave the message out"
-                )
-            texts.append(until)
-            spans.append((len(begin), _end_of_answer(until, len(begin), message["content"], names)))
-    if all(text.startswith(until[:end]) for until, (_, end) in zip(texts, spans, strict=True)):
+    texts = {}
+    spans = {}
+    for i in answers:
+        begin = render(chat, messages[:i], prompt=True)
+        texts[i] = render(chat, messages[: i + 1], prompt=False)
+        if not texts[i].startswith(begin):
+            raise UserError(
+                f"the chat template starts message {i + 1} with {begin[-20:]!r}, but renders "
+                "it otherwise; give it {% generation %}, or leave the message out"
+            )
+        end = _end_of_answer(texts[i], len(begin), messages[i]["content"], names)
+        spans[i] = (len(begin), end)
+    if all(text.startswith(texts[i][:end]) for i, (_, end) in spans.items()):
         return [(text, spans)]
-    return [(until, [span]) for until, span in zip(texts, spans, strict=True)]
+    return [(texts[i], {i: spans[i]}) for i in answers]
 
 
 def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) -> int:
@@ -217,9 +214,9 @@ def _end_of_answer(text: str, start: int, content: str, names: re.Pattern[str]) 
 
 
 def _start_of_question(text: str, end: int, names: re.Pattern[str]) -> int:
-    # After line breaks that follow the end of an answer, and the special token that ends it if the
-    # template does not mark it as a part of the answer
-    token = names.match(text, end)
-    last = max((each.end() for each in names.finditer(text, 0, end)), default=0)
-    begin = token.end() if token and last < len(text[:end].rstrip()) else end
-    return len(text) - len(text[begin:].lstrip())
+    # After white space that follows the end of an answer, and after the special token that ends it,
+    # if the template does not mark this token as a part of the answer
+    rest = text[end:]
+    if not re.search(rf"(?:{names.pattern})\s*\Z", text[:end]):
+        rest = re.sub(rf"\A(?:{names.pattern})", "", rest)
+    return len(text) - len(rest.lstrip())
