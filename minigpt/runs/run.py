@@ -287,6 +287,8 @@ def load_parts(
                     f"{getattr(source, name)}, as in init_from={run.init_from}",
                     "remove it",
                 )
+        if run.settings["data"].get("format"):  # which no corpus shows of a tokenizer of bytes
+            from_extras("chat_of")(pretrained.tokenizer)
         corpus = load(pretrained.tokenizer.to_dict())
     # Both fit each other
     corpus.check_length(config.block_size)

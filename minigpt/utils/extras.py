@@ -11,6 +11,7 @@ _MODULES = {
     "TurnEncoder": "conversations.encoding",
     "WeightedBatches": "conversations.corpus",
     "add_chat": "conversations.encoding",
+    "chat_of": "conversations.encoding",
     "append_to_ledger": "research.conclusion",
     "compute_shares": "research.multiplier",
     "encode_chat": "conversations.encoding",

@@ -70,12 +70,13 @@ class ConversationCorpus(Corpus):
                 )
 
     def validated_part(self, block_size: int, batch_size: int, n_batches: int | None) -> str:
-        total = len(self.windows("val", block_size).windows.starts)
+        packed = self.windows("val", block_size).windows
+        total = len(packed.starts)
         windows = total if n_batches is None else min(total, n_batches * batch_size)
-        return (
-            f"{windows:,} of {total:,} windows of {block_size} tokens with "
-            f"{self.val.bytes:,} bytes of answers {self.val_sha256[:8]}"
-        )
+        answers = f"{self.val.bytes:,} bytes of answers {self.val_sha256[:8]}"
+        if windows == total and packed.n_targets.sum() == self.val.targets:
+            return f"all {answers}"  # which losses of another block size are of too
+        return f"{windows:,} of {total:,} windows of {block_size} tokens with {answers}"
 
     def sample_prompt(self, text: str, index: int = 0) -> tuple[str, Ids]:
         """Return a rendered question: the text, or if it is empty, one of the validation split."""

@@ -268,8 +268,7 @@ def test_bits_per_byte_are_of_answers_and_so_is_what_was_validated(conversed, te
     nats = conversed.summary["best_val_loss"] * (n_bytes + len(texts))  # with the ends of answers
     bits = conversed.summary["best_val_bits_per_byte"]
     assert bits == pytest.approx(nats / math.log(2) / n_bytes)
-    validated = conversed.summary["validated"]
-    assert f" windows of 128 tokens with {n_bytes} bytes of answers" in validated
+    assert conversed.summary["validated"].startswith(f"all {n_bytes} bytes of answers ")
     # Of the same file, a text has other bytes, and another description
     both = write_rows(tmp_path / "both.jsonl", [{"text": "a" * 99, **row} for row in CONVERSATIONS])
     bytes_of = {"name": "byte"}
@@ -279,6 +278,24 @@ def test_bits_per_byte_are_of_answers_and_so_is_what_was_validated(conversed, te
     ]
     assert len({corpus.validated_part(8, 1, None) for corpus in same}) == 2
     assert len({corpus.sha256 for corpus in same}) == 2
+
+
+def test_losses_compare_across_window_lengths_that_leave_out_no_answer(text, tmp_path):
+    corpus = prepared(text, tmp_path, {"name": "byte"})
+    whole, longer = (corpus.validated_part(size, 1, None) for size in (1000, 2000))
+    cut, shorter = (corpus.validated_part(size, 1, None) for size in (30, 28))
+    assert whole == longer
+    assert len({whole, cut, shorter}) == 3
+
+
+def test_weights_of_a_text_of_bytes_have_no_end_of_an_answer(conversed, text, tmp_path):
+    content = read(conversed.folder / BEST)
+    content["minigpt"]["tokenizer"] = {"name": "byte"}
+    write(content, tmp_path / "bytes.safetensors")
+    start = f"init_from={tmp_path}/bytes.safetensors"
+    overrides = small_run(text, tmp_path / "data", "data=conversations", start)
+    overrides.append(f"hydra.run.dir={tmp_path}/run")
+    refused("init_from has no token that could end an answer", minigpt.train, overrides)
 
 
 def test_prepared_conversations_train_the_same_without_their_file(conversed, tmp_path):
