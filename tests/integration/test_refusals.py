@@ -138,6 +138,8 @@ minutes=1 experiment=fast_cpu resume=RUN
     resume must be null or auto with the minutes of a recipe, got
 minutes=1 init_from=RUN trainer.devices=2
     trainer.devices must be 1 with minutes, which plans for one device, got 2
+minutes=1 data=conversations
+    minutes=… plans no new model of conversations; set experiment=… or init_from=…
 minutes=1 pause_at=10
     pause_at must be null with minutes
 init_from=RUN model.n_layer=3

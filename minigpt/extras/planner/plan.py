@@ -211,10 +211,6 @@ def read_text(corpus: Corpus) -> Text:
     """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too
     short.
     """
-    if not corpus.is_text:
-        raise UserError(
-            "minutes=… plans no new model of conversations; set experiment=… or init_from=… too"
-        )
     if corpus.val.bytes < LEAST_VAL_BYTES:
         raise UserError(
             f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, "

@@ -51,11 +51,15 @@ def plan_overrides(
     """
     # Check every setting before heavy packages are imported
     sized = RunConfig.from_hydra(with_possible_sizes(cfg, overrides))
+    given = given_settings(overrides)
+    if cfg.data.get("format") and not is_recipe(cfg, given):
+        raise UserError(
+            "minutes=… plans no new model of conversations; set experiment=… or init_from=… too"
+        )
     corpus, config, _ = load_parts(sized, folder=folder)
     if launcher_sizes():
         raise UserError("minutes plans for one process; set max_steps instead")
     # Find the plan, or make it
-    given = given_settings(overrides)
     file = folder / RUN_PLAN
     arguments = (cfg, folder, corpus, config, given, started + 60 * cfg.minutes)
     if cfg.resume == "auto" and file.exists():
