@@ -331,9 +331,11 @@ def _build_meta(
         empty = documents.index(0)
         if len(sources) > 1 or not any(documents):
             raise UserError(f"{sources[empty].name} is empty; give a text that is not")
+        is_fraction = provenance["split"] == "fraction"  # of conversations, which stay whole
         raise UserError(
             f"none of the {sum(documents)} documents is for "
-            f"{'validation' if empty else 'training'}; with so few set data.split=fraction, "
+            f"{'validation' if empty else 'training'}; with so few set "
+            f"{'' if is_fraction else 'data.split=fraction, '}"
             f"another data.val_fraction, or data.val_path=…, or give more text"
         )
     duplicates = int(np.isin(batches.hashes[TRAIN], batches.hashes[VAL]).sum())

@@ -76,7 +76,10 @@ def read_json_rows(
 def read_messages(row: object, field: str | None) -> list[Message]:
     """Return the messages of a row; raise UserError if they are no conversation to learn from."""
     cells = _present(row)
-    match {"messages": cells[field]} if field in cells else cells:
+    given = cells
+    if field is not None:
+        given = {"messages": cells[field]} if field in cells else {}
+    match given:
         case {"messages": messages} | {"conversations": messages}:
             pass
         case {"instruction": question, "output": answer}:
@@ -86,7 +89,8 @@ def read_messages(row: object, field: str | None) -> list[Message]:
             messages.append({"role": "assistant", "content": answer})
         case _:
             raise UserError(
-                "a conversation must have messages, conversations, or instruction and output, "
+                "a conversation must have "
+                f"{field or 'messages, conversations, or instruction and output'}, "
                 f"got {', '.join(map(str, cells)) or row!r:.80}"
             )
     if not isinstance(messages, list):

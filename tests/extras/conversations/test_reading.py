@@ -288,6 +288,20 @@ def test_a_row_that_is_no_conversation_to_learn_from_is_refused_with_its_place(t
     refused(f"^{file}, line 2: .*{pattern}", prepare, tmp_path, path=str(file))
 
 
+def test_a_field_that_is_named_must_be_in_every_row(tmp_path):
+    file = tmp_path / "my.jsonl"
+    file.write_bytes(json_lines([{"messages": PLAIN, "chosen": PLAIN}]))
+    pattern = "line 1: a conversation must have chosn, got 'messages, chosen'"
+    refused(pattern, prepare, tmp_path, path=str(file), field="chosn")
+
+
+def test_a_single_conversation_is_not_split(tmp_path):
+    file = tmp_path / "my.jsonl"
+    file.write_bytes(json_lines([{"messages": PLAIN}]))
+    pattern = "with so few set another data.val_fraction"
+    refused(pattern, prepare, tmp_path, path=str(file), split="fraction")
+
+
 def test_the_place_of_a_row_is_that_of_its_file(tmp_path):
     rows = [*TABLE, {"instruction": "a", "input": None, "output": ""}]
     for name, content, place in (
