@@ -241,7 +241,7 @@ def render(chat: Settings, messages: Sequence[Message], *, prompt: bool) -> str:
         return whole_characters(text)
     except Exception as error:  # of any kind: the template is foreign code
         raise UserError(
-            f"the chat template does not take these messages: {error!s:.200}"
+            f"the chat template does not take these messages: {str(error) or repr(error):.200}"
         ) from error
 
 

@@ -31,7 +31,7 @@ from minigpt.utils.terminal import warn_once
 # Marks, and other characters that Unicode reserves for use within a program
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles
-_UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call")
+_UNSUPPORTED = ("tools", "functions", "tool_calls", "function_call", "history")
 
 
 class ConversationReader:
@@ -84,9 +84,8 @@ def read_messages(row: object, field: str | None) -> list[Message]:
             pass
         case {"instruction": question, "output": answer}:
             parts = filter(None, [question, cells.get("input")])
-            asked = [("system", cells.get("system")), ("user", "\n\n".join(map(str, parts)))]
-            messages = [{"role": role, "content": text} for role, text in asked if text]
-            messages.append({"role": "assistant", "content": answer})
+            asked = {"role": "user", "content": "\n\n".join(map(str, parts))}
+            messages = [asked, {"role": "assistant", "content": answer}]
         case _:
             raise UserError(
                 "a conversation must have "
@@ -98,8 +97,12 @@ def read_messages(row: object, field: str | None) -> list[Message]:
     found = [_read_message(each, f"message {i}") for i, each in enumerate(messages, 1)]
     if not any(each["role"] == "assistant" for each in found):
         raise UserError(
-            "a conversation must have a message of the role assistant, from which to learn"
+            "a conversation must have a message of the role assistant, from which to learn, got "
+            + (", ".join(dict.fromkeys(each["role"] for each in found)) or "no message")
         )
+    if cells.get("system") and found[0]["role"] != "system":
+        system = {"role": "system", "content": cells["system"]}
+        found.insert(0, _read_message(system, "the system message"))
     return found
 
 
@@ -128,6 +131,8 @@ def _read_message(given: object, name: str) -> Message:
         raise UserError(f"{name} must have a role and a content that are texts, got {given!r:.80}")
     if role == "assistant" and not content.strip():
         raise UserError(f"{name} is an empty answer; leave it out")
+    if values.get("weight", 1) not in (0, 1):
+        raise UserError(f"the weight of {name} must be 0 or 1, got {values['weight']!r:.80}")
     values |= {"role": role, "content": content}
     return {key: _clean(value) for key, value in values.items()}
 

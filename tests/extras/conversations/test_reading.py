@@ -102,6 +102,11 @@ ROWS = {
         {"system": "Be brief.", "instruction": "Add.", "output": "3"},
         [TURNS[0], ("user", "Add."), ("assistant", "3")],
     ),
+    "ShareGPT with a system message beside it": (
+        {"system": "Be brief.", "conversations": as_messages(TURNS[1:])},
+        TURNS,
+    ),
+    "a system message twice": ({"system": "Hi.", "messages": as_messages(TURNS)}, TURNS),
     "null columns": (
         {
             "conversations": None,
@@ -266,6 +271,19 @@ REFUSED = {
         "message 2 is an empty answer; leave it out",
     ),
     "an empty output": ({"instruction": "a", "output": ""}, "message 2 is an empty answer; leave"),
+    "other roles": ({"messages": [{"role": "bot", "content": "a"}]}, "to learn, got bot$"),
+    "half a weight": (
+        {"messages": [OK | {"weight": 0.5}]},
+        "weight of message 1 must be 0 or 1, g",
+    ),
+    "earlier turns": (
+        {"instruction": "a", "output": "b", "history": [["c", "d"]]},
+        "history is not supported; leave such conversations out",
+    ),
+    "a number as a system message": (
+        {"system": 3, "conversations": [OK]},
+        "the system message must have a role and a content that are texts",
+    ),
     "a number": ({"instruction": "a", "output": 3}, "message 2 must have a role and a content th"),
     "tools": ({"messages": PLAIN, "tools": [{}]}, "tools is not supported; leave such conversat"),
     "a call of a tool": (

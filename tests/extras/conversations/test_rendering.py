@@ -658,6 +658,7 @@ REFUSED = {
         SYSTEM + CHAT,
         "leaves out message 1, of the role system",
     ),
+    "no reason": ("{{ raise_exception('') }}", CHAT, r"these messages: UserError\(''\)"),
     "an answer that is not marked": (LAST_ONLY, CHAT, "marks 1 answers of 2"),
     "a tool": (
         chat_of(None)["template"],
