@@ -95,7 +95,7 @@ def read_messages(row: object, field: str | None) -> list[Message]:
     if not isinstance(messages, list):
         raise UserError(f"the messages must be a list, got {messages!r:.80}")
     found = [_read_message(each, f"message {i}") for i, each in enumerate(messages, 1)]
-    if not any(each["role"] == "assistant" for each in found):
+    if not any(each["role"] == "assistant" and each.get("weight", 1) for each in found):
         raise UserError(
             "a conversation must have a message of the role assistant, from which to learn, got "
             + (", ".join(dict.fromkeys(each["role"] for each in found)) or "no message")
