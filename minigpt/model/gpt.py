@@ -114,9 +114,9 @@ class GPT(nn.Module):
         ):
             x = x.bfloat16()
         # The blocks, with the rotary embeddings of these positions.
-        mask = None
+        masks: tuple[Tensor, ...] = ()  # none for one document: a replaced block may take none
         if documents is not None:
-            mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+            masks = (documents[:, None, :, None] == documents[:, None, None, :],)  # (B, 1, T, T)
         rotary = None
         if self.rotary is not None:
             # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
@@ -124,9 +124,9 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:
-                x = checkpoint(block, x, rotary, None, mask, use_reentrant=False)  # (B, T, C)
+                x = checkpoint(block, x, rotary, None, *masks, use_reentrant=False)  # (B, T, C)
             else:
-                x = block(x, rotary, cache.layers[i] if cache else None, mask)  # (B, T, C)
+                x = block(x, rotary, cache.layers[i] if cache else None, *masks)  # (B, T, C)
         # Logits, or the loss.
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
