@@ -37,6 +37,7 @@ from minigpt.data.tokenizer import (
     Tokenizer,
     from_dict,
     token_dtype,
+    without_chat,
 )
 from minigpt.utils.checks import Settings
 from minigpt.utils.errors import UserError
@@ -63,6 +64,15 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
         UserError: there is no such text, it is empty or damaged, it has too few documents or pairs
             of bytes, or the data folder cannot be written.
     """
+    if data.get("format"):
+        return _load_corpus(data, tokenizer)
+    corpus = _load_corpus(data, without_chat(tokenizer))
+    if "chat" in tokenizer and not corpus.tokenizer.chat:
+        from_extras("add_chat")(corpus.tokenizer, tokenizer["chat"])
+    return corpus
+
+
+def _load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
     # What is tokenized, and how: the identity of the token files.
     folder = Path(data["folder"])
     built = from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -371,6 +371,12 @@ def from_dict(values: Settings) -> Tokenizer:
         raise UserError(
             f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})"
         ) from error
+
+
+def without_chat(values: Settings) -> dict[str, Any]:
+    """Return a `to_dict` without a chat template that adds no tokens: texts have equal ids."""
+    adds_none = values["name"] == "huggingface"
+    return {key: value for key, value in values.items() if key != "chat" or not adds_none}
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:

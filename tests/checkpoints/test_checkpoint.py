@@ -375,6 +375,24 @@ def test_a_run_keeps_the_start_and_end_tokens_of_a_folder_and_needs_no_embedding
     assert encode_prompt(tokenizer, "<pad>").max() < tokenizer.vocab_size == model.config.vocab_size
 
 
+def test_a_chat_template_changes_no_token_files_of_a_text_and_stays_in_the_run(
+    train, once, tmp_path
+):
+    chatty = once("instruct", make_instruct_folder)
+    plain = shutil.copytree(chatty, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    prepared = find_corpus(train(f"init_from={plain}", "max_steps=1").folder / BEST)
+    assert prepared.tokenizer.chat is None
+    files = [prepared.train.files[0], prepared.val.files[0]]
+    bins = [f"data.train_bin={files[0]}", f"data.val_bin={files[1]}", "data.path=null"]
+    expected = transformers.AutoTokenizer.from_pretrained(chatty).chat_template
+    for name, settings in (("text", []), ("bins", bins)):
+        run = train(f"init_from={chatty}", "max_steps=1", *settings, folder=tmp_path / name)
+        assert load_checkpoint(run.folder)[1].chat["template"] == expected
+        found = find_corpus(run.folder / BEST)
+        assert [found.train.files[0], found.val.files[0]] == files
+
+
 def test_the_block_size_can_be_cropped_and_dropout_set(train, trained):
     first = trained("max_steps=2", "model.position=learned", "model.dropout=0.1")
     run = train(f"init_from={first}", "max_steps=1", "model.block_size=8", "model.dropout=0.2")

@@ -6,6 +6,7 @@ nothing is downloaded, tokenized or written.
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from minigpt.checkpoints.resume import find_newest, read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
 from minigpt.data.sources import find_sources
-from minigpt.data.tokenizer import from_dict
+from minigpt.data.tokenizer import from_dict, without_chat
 from minigpt.extras.corpora import token_bins
 from minigpt.model.gpt import GPT
 from minigpt.utils.errors import UserError
@@ -145,13 +146,14 @@ def _is_found(data: Mapping[str, Any]) -> bool:
 def _find_prepared(folder: Path, run: Mapping[str, Any]) -> token_files.Corpus | None:
     """Find the token files of a run, as its checkpoint describes it, among those of prepare.py."""
     data = run["config"]["data"]
-    wanted = run["corpus_sha256"], run["tokenizer"]
+    wanted = run["corpus_sha256"], without_chat(run["tokenizer"])
     for meta in sorted(folder.glob(f"*/{token_files.META}")):
         with suppress(UserError):  # incomplete or damaged token files
             corpus = token_files.load(meta.parent)
             split = corpus.provenance
             same_split = all(data[key] == value for key, value in split.items() if key in data)
             same_files = run.get("corpus_provenance", split) == split
-            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split and same_files:
-                return corpus
+            found = corpus.sha256, without_chat(corpus.tokenizer.to_dict())
+            if found == wanted and same_split and same_files:
+                return replace(corpus, tokenizer=from_dict(run["tokenizer"]))
     return None

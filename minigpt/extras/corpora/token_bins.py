@@ -21,6 +21,7 @@ from minigpt.data.tokenizer import (
     Tokenizer,
     from_dict,
     token_dtype,
+    without_chat,
 )
 from minigpt.extras.corpora.token_parts import PartsCorpus, TokenParts
 from minigpt.utils.checks import Settings
@@ -68,8 +69,9 @@ def load_token_bins(
         made = prepared.provenance.get("tokenizer", {})
         if built:
             # `separated` depends on the documents.
-            own = prepared.tokenizer.to_dict() | {"separated": False}
-            is_same = tokenizer == made or built.to_dict() | {"separated": False} == own
+            own = without_chat(prepared.tokenizer.to_dict()) | {"separated": False}
+            theirs = without_chat(built.to_dict()) | {"separated": False}
+            is_same = tokenizer == made or theirs == own
             advice = "init_from needs token files of its own"
         else:
             is_same = tokenizer == made or tokenizer["name"] == PREPARED
