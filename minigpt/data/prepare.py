@@ -64,9 +64,7 @@ def load_corpus(data: Settings, tokenizer: Settings) -> Corpus:
         UserError: there is no such text, it is empty or damaged, it has too few documents or pairs
             of bytes, or the data folder cannot be written.
     """
-    if data.get("format"):
-        return _load_corpus(data, tokenizer)
-    corpus = _load_corpus(data, without_chat(tokenizer))
+    corpus = _load_corpus(data, tokenizer if data.get("format") else without_chat(tokenizer))
     if "chat" in tokenizer and not corpus.tokenizer.chat:
         from_extras("add_chat")(corpus.tokenizer, tokenizer["chat"])
     return corpus

@@ -375,8 +375,8 @@ def from_dict(values: Settings) -> Tokenizer:
 
 def without_chat(values: Settings) -> dict[str, Any]:
     """Return a `to_dict` without a chat template that adds no tokens: texts have equal ids."""
-    adds_none = values["name"] == "huggingface"
-    return {key: value for key, value in values.items() if key != "chat" or not adds_none}
+    is_huggingface = values["name"] == "huggingface"
+    return {key: value for key, value in values.items() if not (is_huggingface and key == "chat")}
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:

@@ -70,8 +70,9 @@ def load_token_bins(
         if built:
             # `separated` depends on the documents.
             own = without_chat(prepared.tokenizer.to_dict()) | {"separated": False}
-            theirs = without_chat(built.to_dict()) | {"separated": False}
-            is_same = tokenizer == made or theirs == own
+            is_same = (
+                tokenizer == made or without_chat(built.to_dict()) | {"separated": False} == own
+            )
             advice = "init_from needs token files of its own"
         else:
             is_same = tokenizer == made or tokenizer["name"] == PREPARED
