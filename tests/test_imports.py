@@ -16,7 +16,7 @@ ORDER = [
     *("sweeps", "extras", "scripts"),
 ]
 READ = {"train": 5384, "sample": 2744}  # statements that a script imports, extras aside
-SIZES = {"core": 7126, "extras": 4549}  # statements of Python
+SIZES = {"core": 7126, "extras": 4552}  # statements of Python
 # What makes a reader read a line twice. Its length is limited by ruff.
 DENSE = {
     "core": {"a, b = x, y": 15, "walrus": 15, "nested comprehension": 0, "Any": 110},
