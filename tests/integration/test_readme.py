@@ -112,7 +112,8 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         fixed = ["model.n_layer"] if pretrained else []
         fixed += ["model.block_size"] if "conversations" in " ".join(arguments) else []
         arguments += [option for option in SHORT if option.partition("=")[0] not in fixed]
-        arguments += ["tokenizer.vocab_size=262"] if "data=conversations" in arguments else []
+        if "data=conversations" in arguments and not pretrained:
+            arguments.append("tokenizer.vocab_size=262")
         arguments += [] if "data.path=" in " ".join(arguments) else [f"data.path={text}"]
         if not (pretrained or "-m" in arguments or "model." in " ".join(command)):
             arguments += NARROW
