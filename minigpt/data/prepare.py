@@ -195,11 +195,7 @@ def _plan(
         if not sum(lengths):
             raise UserError(f"{sources[0].name} is empty; give a text that is not")
         if by_fraction:
-            cut = cut_by_fraction(
-                lengths,
-                provenance["val_fraction"],
-                tolerance=float("inf") if chat else _CUT_TOLERANCE,
-            )
+            cut = cut_by_fraction(lengths, provenance["val_fraction"], keeps_whole=bool(chat))
             if len(lengths) > 1 and cut not in np.cumsum(lengths):
                 # Runs of earlier versions, which cut elsewhere, have no such entry, and so other
                 # files: they are not resumed.
@@ -230,18 +226,20 @@ def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def cut_by_fraction(lengths: Sequence[int], val_fraction: float, tolerance: float) -> int:
+def cut_by_fraction(lengths: Sequence[int], val_fraction: float, *, keeps_whole: bool) -> int:
     """Return where the validation split starts, in characters from the start of the text.
 
-    It is the nearest start of a document. If that would miss `val_fraction` by more than
-    `tolerance` of the smaller split, it lies within a document.
+    It is the nearest start of a document, or lies within a document if none is near.
+
+    Args:
+        keeps_whole: take the nearest start, however far it is.
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
     inner = starts[1:-1] if len(lengths) > 1 else starts  # so that no split is empty
     nearest = int(inner[np.abs(inner - wanted).argmin()])
-    is_near = abs(nearest - wanted) <= tolerance * min(wanted, starts[-1] - wanted)
-    return nearest if is_near else wanted
+    is_near = abs(nearest - wanted) <= _CUT_TOLERANCE * min(wanted, starts[-1] - wanted)
+    return nearest if keeps_whole or is_near else wanted
 
 
 class TextBatches:

@@ -176,7 +176,7 @@ class TokenDataModule(L.LightningDataModule):
             world_size=self.trainer.world_size,
             device=self.trainer.strategy.root_device,
         )
-        if self.corpus.is_text:
+        if self.corpus.is_text or accumulate * self.trainer.world_size == 1:
             return batches
         return from_extras("WeightedBatches")(batches, accumulate)
 

@@ -72,9 +72,10 @@ class LanguageModel(L.LightningModule):
         self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
 
     def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
-        tokens, targets, *packed = batch  # (B, T) each; of conversations also documents, weight
+        # (B, T) each; of conversations also documents, and a weight if a step has several batches
+        tokens, targets, *packed = batch
         loss: Tensor = self.model(tokens, targets, *packed[:1])  # mean, nats per target
-        weight = packed[1] if packed else self.weight
+        weight = packed[1] if packed[1:] else self.weight
         return loss if weight == 1 else loss * weight
 
     def configure_gradient_clipping(
