@@ -283,6 +283,7 @@ def test_a_run_without_callbacks_ends_and_a_resume_says_that_its_checkpoint_is_m
         "metrics.csv",
         "log.txt",
         "summary.json",
+        "code.diff",  # of a working tree with changes
     }
     assert (run.summary["status"], run.summary["checkpoint"]) == ("completed", None)
     assert rows(run.folder) == rows(trained("log_every=1"))

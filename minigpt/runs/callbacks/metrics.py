@@ -290,7 +290,8 @@ def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> 
     config = module.model.config
     n_train = corpus.train.tokens
     learned = "" if corpus.is_text else f", {corpus.train.targets:,} of them in answers"
-    epoch = len(corpus.windows("train", config.block_size))  # tokens, with what fills windows
+    # Tokens, of conversations with those that fill windows
+    epoch = n_train if corpus.is_text else len(corpus.windows("train", config.block_size)) - 1
     start = trainer.global_step
     steps = trainer.max_steps - start
     n_tokens = steps * tokens_per_step

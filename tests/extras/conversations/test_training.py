@@ -185,14 +185,20 @@ def test_a_conversation_learned_by_heart_is_answered_word_for_word(
         data=conversations data.val_path={file} data.batch_size=1 max_steps=120 eval_every=60
         optimizer.lr=0.01 schedule.warmup_steps=5
         callbacks.samples.max_new_tokens=60 callbacks.samples.temperature=0
+        callbacks.originality.characters=50
     """.split()
     run = tmp_path / "heart"
     overrides = small_run(file, tmp_path / "data", *settings, *model)
-    minigpt.train([*overrides, f"hydra.run.dir={run}"])
-    capfd.readouterr()
+    summary = minigpt.train([*overrides, f"hydra.run.dir={run}"])
+    printed = capfd.readouterr()
+    assert "(120.00 epochs)" in printed.err  # of its only window
+    assert " heart --chat --prompt Hello\n" in printed.out
+    # The final sample is compared without its question, which no answer has
+    assert summary["originality"]["final_sample"]["new"]["5"] == 0
     question, answer, _, last_answer = [each["content"] for each in HEART["messages"]]
     # Samples of the run, scripts/sample.py, and OpenAI's API
-    assert (run / "samples.txt").read_text(encoding="utf-8").endswith(f"\n{answer}\n\n")
+    samples = (run / "samples.txt").read_text(encoding="utf-8")
+    assert samples.partition("── originality ──")[0].endswith(f"\n{answer}\n\n")
     flags = ["--prompt", question, "--chat", "--temperature", "0"]
     assert call("sample.py", str(run), *flags).stdout == f"{answer}\n"
     with (
