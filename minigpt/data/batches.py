@@ -137,13 +137,16 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         return self.read_windows(self._starts())
 
+    def starts(self, batches: Array) -> Array:
+        """Return the first tokens (n, B) of the windows of n batches, given by their index."""
+        # Row r of batch i reads the window at position i * batch_size + r, over all epochs.
+        repeated = batches % (self.repeat or self.stop)
+        return self.order.starts(repeated[:, None] * self.batch_size + self.rows)
+
     def _starts(self) -> Iterator[Array]:
         n = max(1, _ROWS_PER_LOOKUP // self.batch_size)  # batches per lookup
         for begin in range(self.first(), self.stop, n):
-            batches = np.arange(begin, min(begin + n, self.stop)) % (self.repeat or self.stop)
-            # Row r of batch i reads the window at position i * batch_size + r, over all epochs.
-            positions = batches[:, None] * self.batch_size + self.rows  # (n, B)
-            yield from self.order.starts(positions)  # (B,) each
+            yield from self.starts(np.arange(begin, min(begin + n, self.stop)))  # (B,) each
 
 
 @dataclass(eq=False)

@@ -78,7 +78,8 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache:
                 a tensor, or an array or nested list, which is moved to the model's device.
-            targets: (B, T) the id after each token, likewise; -100 is ignored.
+            targets: (B, T) the id after each token, likewise; -100 is ignored. Or (B, T, V), the
+                probabilities of all ids there.
             documents: (B, T) the number of the document of each token, ascending in a row. A token
                 attends to its own document alone, and learned positions count from its start.
                 Embeddings of n-grams and smear also read tokens of the document before.
@@ -131,6 +132,10 @@ class GPT(nn.Module):
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
+        if isinstance(targets, Tensor) and targets.is_floating_point():
+            return F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(0, 1), reduction=reduction
+            )
         next_ids = self._to_ids(targets)
         if next_ids.shape != tokens.shape:
             raise ValueError(

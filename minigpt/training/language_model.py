@@ -46,9 +46,12 @@ class LanguageModel(L.LightningModule):
         self.make_optimizer = optimizer
         self.schedule = partial(schedule, max_steps=max_steps)
         self.max_steps = max_steps
+        # The step of the schedule; `minutes=` changes how many steps a run takes for it.
+        self.planned_step: Callable[[int], float] = float
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step
         self.weight = 1.0  # of the loss of this rank
+        self.expected: Tensor | None = None  # (B, T, V) instead of the targets of the next batch
         if compile:
             model.compile()  # in place: parameter names stay
 
@@ -62,10 +65,8 @@ class LanguageModel(L.LightningModule):
         optimizer: Any = self.make_optimizer(self.model)
         # Lightning removes the loss scale of 16-mixed before clipping; a fused step does it after.
         optimizer._step_supports_amp_scaling = False
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
-        }
+        rate = LambdaLR(optimizer, lambda step: self.schedule(self.planned_step(step)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
     def on_train_start(self) -> None:
         """Weight the loss by the share of this rank in a batch: gradients are means over ranks."""
@@ -74,6 +75,8 @@ class LanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Any, ...], batch_idx: int) -> Tensor:
         # (B, T) each; of conversations also documents, and a weight if a step has several batches
         tokens, targets, *packed = batch
+        if self.expected is not None:
+            targets = self.expected
         loss: Tensor = self.model(tokens, targets, *packed[:1])  # mean, nats per target
         weight = packed[1] if packed[1:] else self.weight
         return loss if weight == 1 else loss * weight

@@ -1,0 +1,1 @@
+"""Train a chain of models, each of which also learns from the one before."""

@@ -1,0 +1,137 @@
+"""Train several models one after another, each of which also learns from the one before.
+
+A model that reads its text many times learns it by heart. A new model that predicts the
+probabilities of the one before, beside the text, overfits later and reaches a lower loss. All are
+trained in one run: the best checkpoint is of one model.
+
+Sources: Born-Again Neural Networks, https://arxiv.org/abs/1805.04770; Pre-training under infinite
+compute, https://arxiv.org/abs/2509.14786
+
+Shapes: N tokens of the training split, B batch, T block_size, V vocab.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from minigpt.checkpoints.format import Saved
+from minigpt.data.batches import Batches
+from minigpt.model.evaluation import evaluation
+from minigpt.model.gpt import GPT
+from minigpt.runs.callbacks.resume_state import EMACallback
+from minigpt.utils.checks import FRACTION, POSITIVE_INT
+from minigpt.utils.errors import require
+
+READ_TOGETHER = 64  # windows of a batch in which the text is predicted
+
+
+class Generations(L.Callback):
+    """Start a new model several times, at equal distances, each with its own warm-up and decay.
+
+    Args:
+        count: of models.
+        weight: of the probabilities of the model before; the text has the rest.
+    """
+
+    def __init__(self, *, count: int, weight: float) -> None:
+        require("callbacks.generations.count", count, *POSITIVE_INT)
+        require("callbacks.generations.weight", weight, *FRACTION)
+        self.count = count
+        self.weight = weight
+        self.generation = 0
+        self.teacher: dict[str, Tensor] = {}  # weights of the model before
+        self.predicted: Tensor | None = None  # (N, V): its probabilities of the token after each
+
+    def state_dict(self) -> dict[str, object]:
+        return {"generation": self.generation, "teacher": self.teacher}
+
+    def on_load_checkpoint(self, trainer: object, pl_module: object, checkpoint: Saved) -> None:
+        state = checkpoint["callbacks"].get(self.state_key, self.state_dict())
+        self.generation = state["generation"]
+        self.teacher = dict(state["teacher"])
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        run = trainer.datamodule.run
+        require("init_from", run.init_from, lambda v: v is None, "null with callbacks.generations")
+        known = trainer.datamodule.corpus.is_text and trainer.world_size == 1
+        expected = "1 with several devices, or with conversations"
+        require("callbacks.generations.count", self.count, lambda n: n == 1 or known, expected)
+        self.steps = pl_module.schedule.keywords["max_steps"]
+        pl_module.schedule = partial(
+            restarting, pl_module.schedule, self.count, max_steps=self.steps
+        )
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: tuple[Tensor, Tensor], batch_idx: int
+    ) -> None:
+        planned = pl_module.planned_step(trainer.global_step)
+        generation = min(self.count - 1, int(planned * self.count / self.steps))
+        batches: Batches = trainer.train_dataloader
+        if generation > self.generation:
+            self._begin(generation, trainer, pl_module)
+        if not self.teacher:
+            return
+        if self.predicted is None:
+            teacher = GPT(pl_module.model.config).to(pl_module.device)
+            teacher.load_state_dict(self.teacher)
+            self.predicted = predict(teacher, torch.from_numpy(batches.tokens[:].astype(np.int64)))
+        # Of the batch, the probabilities that the text and the model before it give.
+        accumulate = trainer.accumulate_grad_batches
+        index = trainer.global_step * accumulate + batch_idx % accumulate
+        starts = torch.from_numpy(batches.starts(np.array([index]))[0])  # (B,)
+        tokens, targets = batch
+        places = starts[:, None] + torch.arange(tokens.size(1))  # (B, T)
+        expected = self.predicted[places].to(tokens.device, torch.float32).mul_(self.weight)
+        pl_module.expected = expected.scatter_add_(
+            2, targets[..., None], expected.new_full(targets.shape, 1 - self.weight)[..., None]
+        )  # (B, T, V)
+
+    def _begin(self, generation: int, trainer: Any, module: Any) -> None:
+        # The model before, or the average of its weights.
+        averages = [each for each in trainer.callbacks if isinstance(each, EMACallback)]
+        for each in averages:
+            each.ema.swap()
+        self.teacher = {name: each.clone() for name, each in module.model.state_dict().items()}
+        self.predicted = None
+        # A new one, with new averages and moments.
+        torch.manual_seed(trainer.datamodule.run.seed + generation)
+        module.model.load_state_dict(GPT(module.model.config).state_dict())
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        for each in averages:
+            each.on_train_start(trainer, module)
+        self.generation = generation
+
+
+def restarting(schedule: Callable[..., float], count: int, step: float, *, max_steps: int) -> float:
+    """Return the factor of a schedule that runs `count` times in `max_steps`, one after another."""
+    length = max_steps / count
+    generation = min(count - 1, int(step / length))
+    return schedule(step - generation * length, max_steps=length)
+
+
+@torch.no_grad()
+def predict(model: GPT, tokens: Tensor) -> Tensor:
+    """Predict the token after each of a text (N,), N ≥ T, from at least T / 2 before if there are.
+
+    Returns:
+        Probabilities (N, V), in float16.
+    """
+    T = model.config.block_size
+    half = max(1, T // 2)
+    starts = torch.arange(0, len(tokens) - T + half, half).clamp_(max=len(tokens) - T)
+    predicted = torch.empty(len(tokens), model.config.vocab_size, dtype=torch.float16)
+    with evaluation(model):
+        for some in starts.split(READ_TOGETHER):
+            windows = tokens[some[:, None] + torch.arange(T)]  # (B, T)
+            logits = model(windows.to(model.wte.weight.device))  # (B, T, V)
+            probabilities = logits.float().softmax(dim=-1).to("cpu", torch.float16)
+            for start, window in zip(some.tolist(), probabilities, strict=True):
+                kept = T - half if start else 0  # the window before has the rest
+                predicted[start + kept : start + T] = window[kept:]
+    return predicted

@@ -1,0 +1,103 @@
+"""A chain of models learns from the text and from the model before, and resumes as it was."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from models import make_model
+from small_runs import column, rows, small_run
+from torch.nn import functional as F
+
+import minigpt
+from minigpt import GPT, load_checkpoint
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read
+from minigpt.data.batches import WindowOrder
+from minigpt.extras.distillation.generations import predict, restarting
+from minigpt.training.schedules import cosine, linear
+from minigpt.utils.errors import UserError
+
+CHAIN = ("callbacks=generations", "callbacks.generations.count=2", "callbacks.samples=null")
+
+
+def test_the_schedule_runs_once_for_every_model():
+    for schedule in (linear, cosine):
+        decay = partial(schedule, warmup_steps=2, final_lr_frac=0.1)
+        chain = [restarting(decay, 3, step, max_steps=30) for step in range(30)]
+        assert chain == pytest.approx([decay(step, max_steps=10) for step in range(10)] * 3)
+
+
+@pytest.mark.parametrize("length", [16, 17, 39, 40])
+def test_every_token_is_predicted_from_half_a_window_at_least(length):
+    torch.manual_seed(0)
+    model = make_model(block_size=16).double()
+    tokens = torch.randint(model.config.vocab_size, (length,))
+    predicted = predict(model, tokens).double()  # (N, V)
+    for i in range(length):
+        fewest = min(i + 1, 8)
+        contexts = [tokens[i + 1 - n : i + 1] for n in range(fewest, min(i + 1, 16) + 1)]
+        with torch.no_grad():
+            each = [model.eval()(context[None])[0, -1].softmax(-1) for context in contexts]
+        closest = min((predicted[i] - p).abs().max().item() for p in each)
+        assert closest < 1e-3, i  # float16
+
+
+def test_a_new_model_learns_from_the_text_and_from_the_average_of_the_one_before(text, tmp_path):
+    """Recompute the first loss of the second model from the files of the first."""
+    run = tmp_path / "run"
+    settings = small_run(
+        text, tmp_path, *CHAIN, "callbacks.generations.weight=0.75", "ema_decay=0.9",
+        "log_every=1", "seed=3", f"hydra.run.dir={run}",
+    )  # fmt: skip
+    minigpt.train([*settings, "pause_at=10"])
+    teacher, tokenizer = load_checkpoint(run / LAST)  # the average
+    minigpt.train([*settings, "resume=auto", "pause_at=null"])
+    torch.manual_seed(3 + 1)
+    student = GPT(teacher.config)
+    ids = torch.from_numpy(tokenizer.encode(text.read_text())[:18_000].astype(np.int64))  # the training split
+    windows = WindowOrder(len(ids), 16, seed=3).starts(np.arange(80, 88))  # of step 10
+    places = torch.from_numpy(windows)[:, None] + torch.arange(16)  # (B, T)
+    with torch.no_grad():
+        predicted = predict(teacher, ids).float()
+        logits = student(ids[places]).flatten(0, 1)  # (B·T, V)
+    of_teacher = -(predicted[places].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
+    of_text = F.cross_entropy(logits, ids[places + 1].flatten())
+    loss = column(run, "train_loss")[10]
+    assert loss == pytest.approx(0.25 * of_text.item() + 0.75 * of_teacher.item(), rel=1e-4)
+
+
+def test_a_chain_resumes_as_it_was(text, tmp_path):
+    settings = small_run(text, tmp_path, *CHAIN, "ema_decay=0.9", "eval_every=5")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    minigpt.train([*settings, f"hydra.run.dir={whole}"])
+    for pause in (5, 10, 15, "null"):  # before, at and after the second model begins
+        resumed = ["resume=auto"] if (parts / LAST).exists() else []
+        minigpt.train([*settings, f"hydra.run.dir={parts}", f"pause_at={pause}", *resumed])
+    expected, saved = read(whole / LAST)["state_dict"], read(parts / LAST)["state_dict"]
+    assert expected.keys() == saved.keys()
+    assert all(torch.equal(expected[name], saved[name]) for name in expected)
+    losses = [[row for row in rows(folder) if row["train_loss"]] for folder in (whole, parts)]
+    assert losses[0] == losses[1]
+    load_checkpoint(parts / BEST)
+
+
+def test_one_model_is_a_run_without_the_callback(text, tmp_path):
+    settings = small_run(text, tmp_path, "callbacks.samples=null")
+    plain, chain = tmp_path / "plain", tmp_path / "chain"
+    minigpt.train([*settings, f"hydra.run.dir={plain}"])
+    minigpt.train([*settings, *CHAIN, "callbacks.generations.count=1", f"hydra.run.dir={chain}"])
+    assert rows(plain) == rows(chain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["callbacks.generations.count=0"], "callbacks.generations.count must be an integer ≥ 1"),
+        (["callbacks.generations.weight=1"], r"callbacks.generations.weight must be in \[0, 1\)"),
+    ],
+)
+def test_invalid_settings_are_refused(settings, message, text, tmp_path):
+    run = small_run(text, tmp_path, *CHAIN, f"hydra.run.dir={tmp_path}/run", *settings)
+    with pytest.raises(UserError, match=message):
+        minigpt.train(run)
