@@ -73,6 +73,10 @@ MEASURING = 0.005  # of the time at most, to measure a size
 COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
 COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
+# Models of a chain, and probabilities, of two bytes each, that one of them predicts for the next
+MOST_MODELS = 4
+MOST_PROBABILITIES = 1 << 30
+MODEL_BEFORE = 0.8  # weight of its probabilities
 # Time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 TRAINER = 1.05
 OVERHEAD = (
@@ -93,6 +97,7 @@ class Text:
     ngram: int  # length of the n-grams that predict the validation split best
     distinct_ngrams: int  # of this length, in the counted tokens
     ngram_loss: float  # of predicting the validation split from them, in nats per token
+    vocab_size: int
 
 
 def make_plan(
@@ -119,6 +124,14 @@ def make_plan(
     longer = min(2.0, 3 * MEASURING * budget)
     step = TRAINER * step_seconds(trial, corpus, seconds=longer)
     drawing = drawing_seconds(trial, step, budget)
+    count = chain(trial, given, text, budget / step * tokens_per_step(trial))[1]
+    if count > 1:
+        settings["callbacks.generations"] = {
+            "_target_": "minigpt.extras.distillation.generations.Generations",
+            "count": count,
+            "weight": MODEL_BEFORE,
+        }
+        trial = updated(trial, settings)
     fills_time = step * most_steps(trial, given, text) > budget
     if "compile" not in given and fills_time and cfg.minutes >= COMPILED_MINUTES:
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
@@ -200,8 +213,9 @@ def fastest_learner(
         step = step_seconds(
             updated(trial, {"compile": False}), corpus, seconds=min(1.0, MEASURING * budget)
         )
-        tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
+        tokens, models = chain(trial, given, text, budget / step * tokens_per_step(trial))
+        loss = reducible_loss(parameters(trial), tokens, text, models)
+        candidates.append((loss, step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
     return min(candidates, key=lambda candidate: candidate[0])[1:]
@@ -222,7 +236,8 @@ def read_text(corpus: Corpus) -> Text:
     longest = min(LONGEST_NGRAM, len(counted), len(scored))
     losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, longest)
     best = losses.index(min(losses))
-    return Text(len(train), len(val), best + 1, distinct[best], losses[best])
+    vocab_size = corpus.tokenizer.vocab_size
+    return Text(len(train), len(val), best + 1, distinct[best], losses[best], vocab_size)
 
 
 def step_seconds(
@@ -351,11 +366,27 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
     earlier.
     """
     most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
-    tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
-    n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n], text))
-    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(
-        text, tokens[n], possible / n
+    chains = {n: chain(cfg, given, text, possible / n) for n in range(1, most + 1)}
+    n = min(
+        chains, key=lambda n: reducible_loss(n * parameters(cfg), chains[n][0], text, chains[n][1])
     )
+    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(
+        text, chains[n][0], possible / n
+    )
+
+
+def chain(cfg: DictConfig, given: set[str], text: Text, possible: float) -> tuple[float, int]:
+    """Return the tokens from which each model of a chain learns, and how many models there are.
+
+    Args:
+        possible: tokens of a training on which the time allows to train.
+    """
+    useful = useful_tokens(cfg, given, text)
+    is_given = bool({"max_steps", "callbacks", "callbacks.generations"} & given)
+    if is_given or text.tokens * text.vocab_size > MOST_PROBABILITIES:
+        return min(useful, possible), 1
+    models = max(1, min(MOST_MODELS, int(possible / useful)))
+    return min(useful, possible / models), models
 
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
@@ -374,9 +405,10 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         if "max_steps" in given
         else min(most, int((seconds - validations * part * whole) / step))
     )
-    averaged = min(max(2, 0.05 * steps), EMA_STEPS)
+    each = steps / models(cfg)  # of a model
+    averaged = min(max(2, 0.05 * each), EMA_STEPS)
     rates = [x for x in ("lr", "adam_lr") if x in cfg.optimizer]
-    scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
+    scale = (800 / min(800, max(100, each))) ** 0.5  # few steps need higher learning rates
     return {
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
@@ -384,7 +416,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "ema_decay": round(
             1 - 1 / averaged, 3 + int(log10(averaged))
         ),  # 1 - decay has three digits
-        "schedule.warmup_steps": min(100, steps // 100),
+        "schedule.warmup_steps": min(100, int(each / 100)),
         **{f"optimizer.{x}": float(f"{scale * cfg.optimizer[x]:.3g}") for x in rates},
     }
 
@@ -396,16 +428,20 @@ def validation_seconds(cfg: DictConfig, step: float, tokens: float) -> float:
 
 def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:
     """Return the steps of a run that no time limits; the best checkpoint is from earlier."""
-    useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)
+    useful = 1.5 * models(cfg) * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)
     return int(cfg.max_steps) if "max_steps" in given else max(1, int(useful))
 
 
-def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
+def reducible_loss(parameters: int, tokens: float, text: Text, models: int = 1) -> float:
     """Return the reducible loss: powers of parameters and tokens
     (https://arxiv.org/abs/2203.15556).
+
+    Args:
+        models: of a chain, of which each learns from so many tokens.
     """
     # Repeats: https://arxiv.org/abs/2305.16264
     fresh = 2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))
+    fresh *= 1 + 0.15 * log2(models)
     return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
@@ -419,8 +455,10 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
 
 def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
-    tokens = useful_tokens(cfg, {"max_steps"}, text)
-    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
+    tokens = min(
+        useful_tokens(cfg, set(), text), cfg.max_steps / models(cfg) * tokens_per_step(cfg)
+    )
+    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text, models(cfg))
     loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
     # A model learns from more text than is counted
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1
@@ -436,9 +474,10 @@ def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
         n / text.tokens
         for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text))
     )
+    chained = f"; {models(cfg)} models one after another" if models(cfg) > 1 else ""
     return [
         f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} "
-        f"ms{', compiled' if cfg.compile else ''}",
+        f"ms{', compiled' if cfg.compile else ''}{chained}",
         f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits "
         f"after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
@@ -449,7 +488,7 @@ def updated(cfg: DictConfig, settings: Settings) -> DictConfig:
     """Return a copy of a configuration with other settings."""
     cfg = cfg.copy()
     for key, value in settings.items():
-        OmegaConf.update(cfg, key, value)
+        OmegaConf.update(cfg, key, value, force_add=True)
     return cfg
 
 
@@ -461,6 +500,11 @@ def tokens_per_step(cfg: DictConfig) -> int:
 def parameters(cfg: DictConfig) -> int:
     """Return the number of parameters of the matrices in the blocks."""
     return int(12 * cfg.model.n_layer // cfg.model.layer_repeats * cfg.model.n_embd**2)
+
+
+def models(cfg: DictConfig) -> int:
+    """Return how many models are trained one after another."""
+    return int(OmegaConf.select(cfg, "callbacks.generations.count") or 1)
 
 
 def power_of_two(value: float) -> int:
