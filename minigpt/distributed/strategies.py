@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch import Trainer, strategies
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.distributed.muon_ranks import Replicas, Shards
@@ -66,6 +65,8 @@ class FSDP(strategies.ModelParallelStrategy):
 
     def shard(self, model: GPT) -> None:
         # Shard the parameters of a model in place; gather blocks in the precision of autocast.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # slow to import
+
         dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(
             self.precision_plugin.precision
         )

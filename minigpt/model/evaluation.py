@@ -63,9 +63,8 @@ def uncompiled() -> Iterator[None]:
     has no such object, compiled code runs, which is right too.
     """
     stance: Any = _Stance(None)  # of no effect
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled
-        from torch._dynamo import eval_frame as compiler
-
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler:  # else nothing is compiled
         with _LOCK:
             stance = getattr(compiler, "_stance", None)
             if not isinstance(stance, _Stance):

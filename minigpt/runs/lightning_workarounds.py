@@ -14,21 +14,29 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
+from inspect import isfunction
+from types import ModuleType
 from typing import Any
 
 from minigpt.utils.errors import require
 from minigpt.utils.ranks import RANK_ZERO_PID, is_rank_zero
 
+COMPILER = "torch._dynamo"
+
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection and the optional parts of torchmetrics.
+    """Import in 0.4 of the time.
 
-    The plots of torchmetrics, which minigpt does not use, cannot be made in this process.
+    Leave out garbage collection, the optional parts of torchmetrics and, until it is used, torch's
+    compiler. The plots of torchmetrics, which minigpt does not use, cannot be made in this process.
     """
     gc.disable()
     try:
+        import_module("torch")  # uses its compiler in no other way than Lightning
+        sys.modules.setdefault(COMPILER, LazyCompiler(COMPILER))
         # It would import transformers, matplotlib and scipy, for metrics of no run.
         optional = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False
@@ -44,6 +52,48 @@ def fast_imports() -> Iterator[None]:
         gc.freeze()
         gc.unfreeze()  # into the oldest generation, which is rarely collected
         gc.enable()
+
+
+class _IsCompiled(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        compiler: Any = sys.modules.get(f"{COMPILER}.eval_frame")
+        return compiler is not None and isinstance(instance, compiler.OptimizedModule)
+
+
+class LazyCompiler(ModuleType):
+    """Stand for `torch._dynamo` until more is used of it than without compilation.
+
+    Its import takes 1 s. Lightning and the optimizers of torch import it always.
+    """
+
+    class OptimizedModule(metaclass=_IsCompiled):
+        """The class of compiled modules, for `isinstance`."""
+
+    def graph_break(self) -> None:
+        """Do nothing, as outside of a compilation."""
+
+    def disable(self, function: Any, *args: Any, **options: Any) -> Any:
+        """Return a function that is not compiled, if the compiler is in use when it is called."""
+        if not isfunction(function):
+            return self.__getattr__("disable")(function, *args, **options)
+
+        @wraps(function)
+        def call(*values: Any, **keywords: Any) -> Any:
+            if sys.modules.get(COMPILER) is self:
+                return function(*values, **keywords)
+            return self.__getattr__("disable")(function, *args, **options)(*values, **keywords)
+
+        return call
+
+    def __getattr__(self, name: str) -> Any:
+        # A submodule needs the package. A search through all modules does not, nor an import from
+        # this one.
+        reader = sys._getframe(1).f_globals["__name__"]
+        if name.startswith("__") and (name, reader) != ("__path__", "importlib._bootstrap"):
+            raise AttributeError(name)
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+        return getattr(import_module(COMPILER), name)
 
 
 def set_up_process() -> None:

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -72,6 +73,9 @@ def build_trainer(run: RunConfig, folder: Path, *callbacks: L.Callback) -> L.Tra
         )
     if options["precision"] == "auto":
         options["precision"] = training_precision(options["accelerator"])
+    # Lightning would set false anew, for which torch imports its compiler
+    if not options["deterministic"] and not torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = None
     # Not Lightning's choice by a few variables; GracefulShutdown ends a run of SLURM with the code
     # for a requeue.
     environment = TorchElasticEnvironment if rank_variables() == TORCHRUN else LightningEnvironment

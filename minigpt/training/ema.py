@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minigpt.model.ops import local_shard
 
@@ -32,7 +31,9 @@ class EMA:
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
         """Resume from stored averages, in the order of the parameters, after `updates` updates."""
         for shadow, average in zip(self.shadow, averages, strict=True):
-            if isinstance(shadow, DTensor):
+            if hasattr(shadow, "to_local"):  # a DTensor
+                from torch.distributed.tensor import distribute_tensor  # slow to import
+
                 average = distribute_tensor(average, shadow.device_mesh, shadow.placements)
             shadow.copy_(average)
         self.updates = updates
@@ -53,7 +54,7 @@ class EMA:
     def swap(self) -> None:
         """Exchange weights and averages."""
         for i, p in enumerate(self.parameters):
-            if isinstance(p, DTensor):  # FSDP2 holds the memory of the shards
+            if hasattr(p, "to_local"):  # FSDP2 holds the memory of the shards
                 weight = local_shard(p)
                 average = local_shard(self.shadow[i])
                 before = weight.clone()

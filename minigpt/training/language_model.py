@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -58,7 +57,7 @@ class LanguageModel(L.LightningModule):
     def configure_model(self) -> None:
         """Shard parameters over all ranks with trainer=fsdp."""
         shard = getattr(self.trainer.strategy, "shard", None)
-        if shard and not isinstance(self.model, FSDPModule):
+        if shard and not hasattr(self.model, "reshard"):
             shard(self.model)
 
     def configure_optimizers(self) -> Any:
@@ -138,5 +137,5 @@ class LanguageModel(L.LightningModule):
         nats, tokens = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA
-            if isinstance(module, FSDPModule):
+            if hasattr(module, "reshard"):  # of FSDP2, whose classes are slow to import
                 module.reshard()
