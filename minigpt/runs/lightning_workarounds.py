@@ -56,8 +56,8 @@ def fast_imports() -> Iterator[None]:
 
 class _IsCompiled(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        compiler: Any = sys.modules.get(f"{COMPILER}.eval_frame")
-        return compiler is not None and isinstance(instance, compiler.OptimizedModule)
+        compiler = sys.modules.get(f"{COMPILER}.eval_frame")
+        return isinstance(instance, getattr(compiler, "OptimizedModule", ()))
 
 
 class LazyCompiler(ModuleType):
@@ -88,7 +88,7 @@ class LazyCompiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         # A submodule needs the package. A search through all modules does not, nor an import from
         # this one.
-        reader = sys._getframe(1).f_globals["__name__"]
+        reader = sys._getframe(1).f_globals.get("__name__")
         if name.startswith("__") and (name, reader) != ("__path__", "importlib._bootstrap"):
             raise AttributeError(name)
         if sys.modules.get(COMPILER) is self:
