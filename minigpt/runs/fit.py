@@ -248,7 +248,7 @@ def train_and_report(
             logger.log_hyperparams(state.contents[MINIGPT]["config"])
         with end_with_rank_zero(trainer.strategy.launcher):
             trainer.fit(module, data, ckpt_path=checkpoint)
-        outcome |= ending(trainer, data.run.max_steps)
+        outcome |= ending(trainer, module.max_steps)
         # The sample, which a run that paused does without. Of a run without checkpoints, all ranks
         # gather the weights for it.
         sample = ""

@@ -158,6 +158,7 @@ class TokenDataModule(L.LightningDataModule):
         self.corpus = corpus
         self.run = run
         self.block_size = block_size
+        self.max_steps = run.max_steps
         self.tokens_per_batch = run.data.batch_size * block_size
 
     def train_dataloader(self) -> Any:
@@ -174,7 +175,7 @@ class TokenDataModule(L.LightningDataModule):
             WindowOrder(len(tokens), self.block_size, self.run.seed, moves=self.corpus.is_text),
             batch_size=self.run.data.batch_size,
             first=lambda: self.trainer.global_step * accumulate,
-            stop=self.run.max_steps * accumulate,
+            stop=self.max_steps * accumulate,
             repeat=self.run.data.overfit_batches,
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,

@@ -137,10 +137,8 @@ def make_plan(
         compiled = TRAINER * compiled_step_seconds(trial, corpus, seconds=longer)
         if compiled * COMPILED_GAIN < step:
             settings["compile"], step = True, compiled
-    settings |= without(
-        given,
-        length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD - drawing),
-    )
+    seconds = deadline - time.perf_counter() - OVERHEAD - drawing
+    settings |= without(given, length(trial, given, text, step, seconds))
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ["validate on a part with eval_batches=…"] if "eval_batches" in given else []
         raise too_short(trial, step, *part)
@@ -160,6 +158,13 @@ def make_plan(
         "settings": settings,
         "expected_val_loss": expected,
         "lines": [*explain(trial, text, step), f"expected    {loss}"],
+        "pace": {
+            "planned_steps": trial.max_steps,
+            "most_steps": most_steps(trial, given, text),
+            "validation": validation_seconds(trial, 1, validated_tokens(trial, text.val_tokens)),
+            "seconds": seconds,
+            "until": 60 * cfg.minutes - OVERHEAD - drawing,
+        },
     }
 
 
@@ -424,6 +429,12 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
 def validation_seconds(cfg: DictConfig, step: float, tokens: float) -> float:
     """Return the time of a validation on so many tokens: a third of a step is forward."""
     return 0.3 * step * tokens / tokens_per_step(cfg)
+
+
+def validated_tokens(cfg: DictConfig, val_tokens: int) -> float:
+    """Return the tokens of a validation split that a validation reads."""
+    read = (cfg.eval_batches or inf) * cfg.data.eval_batch_size * cfg.model.block_size
+    return min(val_tokens, read)
 
 
 def most_steps(cfg: DictConfig, given: set[str], text: Text) -> int:

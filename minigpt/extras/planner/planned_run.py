@@ -84,6 +84,11 @@ def plan_overrides(
             "loss": loss,
             "margin": margin,
         }
+    if "max_steps" in settings and "pace" in plan:  # else the steps are given
+        settings["callbacks.pace"] = {
+            "_target_": "minigpt.extras.planner.pace.Pace",
+            **plan["pace"],
+        }
     return settings, corpus
 
 

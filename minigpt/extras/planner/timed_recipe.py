@@ -5,7 +5,6 @@ the settings that count steps.
 """
 
 import time
-from math import inf
 from typing import Any
 
 from omegaconf import DictConfig
@@ -22,6 +21,7 @@ from minigpt.extras.planner.plan import (
     step_seconds,
     too_short,
     updated,
+    validated_tokens,
     validation_seconds,
 )
 from minigpt.model.config import GPTConfig
@@ -58,13 +58,14 @@ def time_recipe(
         step_seconds(sized, corpus, seconds=0.0, config=config)
     begun = time.perf_counter()
     step = TRAINER * step_seconds(sized, corpus, seconds=longer, config=config, settle=True)
-    seconds = deadline - time.perf_counter() - OVERHEAD - drawing_seconds(sized, step, budget)
+    drawing = drawing_seconds(sized, step, budget)
+    seconds = deadline - time.perf_counter() - OVERHEAD - drawing
     if cfg.compile:
         seconds -= time.perf_counter() - begun
     # Choose the length
     seconds -= STARTING * config.num_params()
-    read = (cfg.eval_batches or inf) * cfg.data.eval_batch_size * config.block_size
-    validation = validation_seconds(sized, step, min(corpus.val.tokens, read))
+    tokens = validated_tokens(sized, corpus.val.tokens)
+    validation = validation_seconds(sized, step, tokens)
     validation += SAVING + SAVING_PARAMETER * config.num_params()
     settings = recipe_length(cfg, given, step, validation, seconds)
     if settings["max_steps"] < 1:
@@ -79,6 +80,13 @@ def time_recipe(
             f"{', compiled' if cfg.compile else ''}; without minutes= {cfg.max_steps:,} steps"
         ],
         "of_steps": cfg.max_steps,
+        "pace": {
+            "planned_steps": settings["max_steps"],
+            "most_steps": cfg.max_steps if "max_steps" in given else None,
+            "validation": validation / step,
+            "seconds": 60 * cfg.minutes - OVERHEAD - drawing,
+            "until": 60 * cfg.minutes - OVERHEAD - drawing,
+        },
     }
 
 
@@ -98,11 +106,7 @@ def recipe_length(
         step: seconds of a step, as `validation` of a validation.
     """
     if "eval_every" in given:
-        # Whole cycles of steps and a validation, and in the rest some steps before the last one
-        cycle = cfg.eval_every * step + validation
-        cycles = max(0, int(seconds // cycle))
-        rest = seconds - cycles * cycle - validation
-        steps = cycles * cfg.eval_every + max(0, int(rest / step))
+        steps = steps_within(seconds, step, validation, cfg.eval_every)
         validations = 1
     else:
         possible = int(VALIDATING * seconds / validation)
@@ -118,3 +122,20 @@ def recipe_length(
         warmup = cfg.schedule.warmup_steps
         settings["schedule.warmup_steps"] = round(warmup * steps / cfg.max_steps)
     return {key: n for key, n in settings.items() if key == "max_steps" or key not in given}
+
+
+def steps_within(
+    seconds: float, step: float, validation: float, every: int, *, done: int = 0
+) -> int:
+    """Return how many steps fit in a time, with a validation after `every` steps and the last.
+
+    Args:
+        step: seconds of a step, as `validation` of a validation.
+        done: steps since the last validation.
+    """
+    # Whole cycles of steps and a validation, and in the rest some steps before the last one
+    cycle = every * step + validation
+    seconds += done * step
+    cycles = max(0, int(seconds // cycle))
+    rest = seconds - cycles * cycle - validation
+    return cycles * every + max(0, int(rest / step)) - done

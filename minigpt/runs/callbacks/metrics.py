@@ -57,11 +57,11 @@ class MetricsCallback(L.Callback):
         # The number of threads of a CPU, and [step, number from the next one on] of its changes
         self._threads = ThreadBalancer(fixed=True)  # until the training starts
         self._thread_changes: list[list[int]] = []
-        self._progress: Progress | None = None  # of rank 0
+        self.progress: Progress | None = None  # of rank 0
 
     def state_dict(self) -> dict[str, object]:
         # With it, the next row of a resumed run is that of an uninterrupted one.
-        self._update_seconds()
+        self.update_seconds()
         return {
             "seconds": self.seconds,
             "wall_seconds": time.perf_counter() - self.started,
@@ -109,9 +109,9 @@ class MetricsCallback(L.Callback):
         if trainer.is_global_zero:
             folder = Path(trainer.default_root_dir)
             append_log(folder, _banner(trainer, pl_module, self.tokens_per_step))
-            self._progress = Progress(self.run.max_steps, folder, step=trainer.global_step)
+            self.progress = Progress(self.run.max_steps, folder, step=trainer.global_step)
         # Warn of a warmup that never ends.
-        self._warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
+        self._warmup = self.run.schedule.get("warmup_steps", 0)
         if self._warmup >= self.run.max_steps:
             warn(
                 f"schedule.warmup_steps={self._warmup} is not below max_steps="
@@ -156,24 +156,24 @@ class MetricsCallback(L.Callback):
         change = self._threads.end()
         if torch.get_num_threads() != threads:
             self._thread_changes.append([step, torch.get_num_threads()])
-        if change and self._progress:
-            self._progress.print(f"step {step:,}: {change}")
+        if change and self.progress:
+            self.progress.print(f"step {step:,}: {change}")
         # Measure the step.
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
         if not is_optimizer_step(trainer, batch_idx):
             return
-        if self._progress and step == self._first_step:  # from now on the run has metrics to show
+        if self.progress and step == self._first_step:  # from now on the run has metrics to show
             update_latest_link(Path(trainer.default_root_dir))
         if pl_module.device.type == "cpu" and pl_module.has_nonfinite_gradient:
             loss = sum(self._losses[-trainer.accumulate_grad_batches :])
             raise NonFiniteLoss(float(loss), step, pl_module.learning_rate)
-        if step % self.run.log_every == 0 or step == self.run.max_steps:
+        if step % self.run.log_every == 0 or step == pl_module.max_steps:
             self._log_training(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if pl_module.device.type != "cpu":
             torch.accelerator.synchronize()  # wait for the steps since the last row
-        self._update_seconds()
+        self.update_seconds()
         self._clock = None
         if self._first and trainer.global_step > self._warmup:
             changed = [local_shard(p.detach()).cpu() != first for p, first in self._first.items()]
@@ -195,8 +195,8 @@ class MetricsCallback(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._progress:
-            self._progress.log_validation(batch_idx + 1, int(trainer.num_val_batches[0]))
+        if self.progress:
+            self.progress.log_validation(batch_idx + 1, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         loss = float(trainer.callback_metrics["val_loss"])
@@ -209,8 +209,8 @@ class MetricsCallback(L.Callback):
         )
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        if self._progress:
-            self._progress.bar.close()
+        if self.progress:
+            self.progress.bar.close()
 
     on_exception = on_train_end
 
@@ -245,7 +245,8 @@ class MetricsCallback(L.Callback):
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }
 
-    def _update_seconds(self) -> None:
+    def update_seconds(self) -> None:
+        """Update `seconds`; on a GPU, steps that it has not finished yet do not count."""
         if self._clock is not None:
             self.seconds = time.perf_counter() - self._clock
 
@@ -254,7 +255,7 @@ class MetricsCallback(L.Callback):
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)
         # Reading the losses waits for a GPU, before the clock is read.
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()
-        self._update_seconds()
+        self.update_seconds()
         self._losses.clear()
         for loss_step, loss in enumerate(losses, trainer.global_step - len(losses) + 1):
             if not isfinite(loss):
@@ -281,8 +282,8 @@ class MetricsCallback(L.Callback):
     def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
-        if self._progress:
-            self._progress.log(metrics, trainer.global_step)
+        if self.progress:
+            self.progress.log(metrics, trainer.global_step)
 
 
 def _banner(trainer: L.Trainer, module: LanguageModel, tokens_per_step: int) -> str:

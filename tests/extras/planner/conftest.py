@@ -1,10 +1,12 @@
 """Overrides of planned runs, and their configuration."""
 
+import math
 from functools import cache
 
 import pytest
 from small_runs import CONFIGS, composed
 
+from minigpt.extras.planner import pace
 from minigpt.runs.overrides import complete_overrides
 
 compose_once = cache(composed)
@@ -42,3 +44,9 @@ def planned():
 @pytest.fixture
 def cfg(planned):
     return planned("minutes=1")
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_planned_steps(monkeypatch):
+    """However slow the machine of the tests is; not in test_pace.py, which has its own clock."""
+    monkeypatch.setattr(pace, "MEASURED", math.inf)
