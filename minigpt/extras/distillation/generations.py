@@ -61,10 +61,12 @@ class Generations(L.Callback):
         known = trainer.datamodule.corpus.is_text and trainer.world_size == 1
         expected = "1 with several devices, or with conversations"
         require("callbacks.generations.count", self.count, lambda n: n == 1 or known, expected)
-        self.steps = pl_module.schedule.keywords["max_steps"]
         pl_module.schedule = partial(
-            restarting, pl_module.schedule, self.count, max_steps=self.steps
+            restarting, pl_module.schedule, self.count, max_steps=pl_module.max_steps
         )
+
+    def on_train_start(self, trainer: object, pl_module: Any) -> None:
+        self.steps = pl_module.schedule.keywords["max_steps"]  # as planned
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: tuple[Tensor, Tensor], batch_idx: int

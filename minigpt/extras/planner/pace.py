@@ -6,7 +6,7 @@ recorded in `plan.json`: a run that resumes repeats them, and equals the uninter
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ class Pace(L.Callback):
         self._plan = read_json(self._file)
         # The schedule of the first plan; more batches than it has; validations at the same steps,
         # also if the run resumes with fewer steps than `eval_every`
-        schedule = partial(pl_module.schedule, max_steps=self.planned_steps)
-        pl_module.schedule = partial(stretched, schedule, self.planned_steps, self.changes)
+        pl_module.schedule = partial(pl_module.schedule, max_steps=self.planned_steps)
+        pl_module.planned_step = partial(planned_step, self.planned_steps, self.changes)
         trainer.datamodule.max_steps = self.most_steps
         self._eval_every = min(trainer.datamodule.run.eval_every, self.planned_steps)
         trainer.val_check_interval = self._eval_every * trainer.accumulate_grad_batches
@@ -132,7 +132,7 @@ class Pace(L.Callback):
             f"{module.max_steps:,} from step {step:,} on"
         )
         # Write it first: a run that is killed now has this plan when it resumes.
-        reached = planned_step(step, self.planned_steps, self.changes)
+        reached = planned_step(self.planned_steps, self.changes, step)
         self.changes.append([step, reached, steps])
         self._plan["settings"]["max_steps"] = steps
         self._plan["pace"]["changes"] = self.changes
@@ -146,14 +146,7 @@ class Pace(L.Callback):
             self._metrics.progress.print(line)
 
 
-def stretched(
-    schedule: Callable[[float], float], planned_steps: int, changes: Changes, step: int
-) -> float:
-    """Return the factor of a schedule where a run with these changes has the same progress."""
-    return schedule(planned_step(step, planned_steps, changes))
-
-
-def planned_step(step: int, planned_steps: int, changes: Changes) -> float:
+def planned_step(planned_steps: int, changes: Changes, step: int) -> float:
     """Return the step of the first plan that has the progress of a step of the run.
 
     It is linear between changes, continuous, and `planned_steps` at the end of the run.

@@ -55,7 +55,9 @@ def test_a_new_model_learns_from_the_text_and_from_the_average_of_the_one_before
     minigpt.train([*settings, "resume=auto", "pause_at=null"])
     torch.manual_seed(3 + 1)
     student = GPT(teacher.config)
-    ids = torch.from_numpy(tokenizer.encode(text.read_text())[:18_000].astype(np.int64))  # the training split
+    ids = torch.from_numpy(
+        tokenizer.encode(text.read_text())[:18_000].astype(np.int64)
+    )  # the training split
     windows = WindowOrder(len(ids), 16, seed=3).starts(np.arange(80, 88))  # of step 10
     places = torch.from_numpy(windows)[:, None] + torch.arange(16)  # (B, T)
     with torch.no_grad():

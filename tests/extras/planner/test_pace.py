@@ -15,7 +15,7 @@ import minigpt
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.extras.planner import pace
-from minigpt.extras.planner.pace import planned_step, stretched
+from minigpt.extras.planner.pace import planned_step
 from minigpt.extras.planner.planned_run import plan_overrides
 from minigpt.extras.planner.timed_recipe import steps_within
 from minigpt.training.schedules import cosine, linear
@@ -205,15 +205,15 @@ def test_a_schedule_keeps_its_progress_at_a_change_and_ends_at_its_end():
             points.append((Fraction(step), progress))
             at = step
             end = step + int(random.integers(1, 300))
-            made.append([step, planned_step(step, planned, made), end])
+            made.append([step, planned_step(planned, made, step), end])
         points.append((Fraction(end), Fraction(1)))
         steps, progress = np.array(points, dtype=float).T
         expected = planned * np.interp(np.arange(end + 1), steps, progress)
-        found = [planned_step(step, planned, made) for step in range(end + 1)]
+        found = [planned_step(planned, made, step) for step in range(end + 1)]
         assert found == pytest.approx(expected)
         for schedule in (cosine, linear):
             plain = partial(schedule, max_steps=planned, warmup_steps=1, final_lr_frac=0.1)
-            factors = [stretched(plain, planned, made, step) for step in range(end + 1)]
+            factors = [plain(planned_step(planned, made, step)) for step in range(end + 1)]
             assert factors[-1] == pytest.approx(0.1)
             assert factors[:1] == [plain(0)]
             # Not changed until the first change, bit for bit
