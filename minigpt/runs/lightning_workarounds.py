@@ -12,11 +12,10 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
-from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
@@ -56,8 +55,9 @@ def fast_imports() -> Iterator[None]:
 
 class _IsCompiled(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        compiler = sys.modules.get(f"{COMPILER}.eval_frame")
-        return isinstance(instance, getattr(compiler, "OptimizedModule", ()))
+        return isinstance(
+            instance, getattr(sys.modules.get(f"{COMPILER}.eval_frame"), "OptimizedModule", ())
+        )
 
 
 class LazyCompiler(ModuleType):
@@ -72,13 +72,13 @@ class LazyCompiler(ModuleType):
     def graph_break(self) -> None:
         """Do nothing, as outside of a compilation."""
 
-    def disable(self, function: Any, *args: Any, **options: Any) -> Any:
-        """Return a function that is not compiled, if the compiler is in use when it is called."""
-        if not isfunction(function):
+    def disable(self, function: Callable[..., object], *args: object, **options: object) -> object:
+        # The function is not compiled if the compiler is in use when it is called.
+        if not hasattr(function, "__code__"):
             return self.__getattr__("disable")(function, *args, **options)
 
         @wraps(function)
-        def call(*values: Any, **keywords: Any) -> Any:
+        def call(*values: object, **keywords: object) -> object:
             if sys.modules.get(COMPILER) is self:
                 return function(*values, **keywords)
             return self.__getattr__("disable")(function, *args, **options)(*values, **keywords)

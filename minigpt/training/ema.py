@@ -34,7 +34,11 @@ class EMA:
             if hasattr(shadow, "to_local"):  # a DTensor
                 from torch.distributed.tensor import distribute_tensor  # slow to import
 
-                average = distribute_tensor(average, shadow.device_mesh, shadow.placements)
+                average = distribute_tensor(
+                    average,
+                    shadow.device_mesh,  # type: ignore[attr-defined]
+                    shadow.placements,  # type: ignore[attr-defined]
+                )
             shadow.copy_(average)
         self.updates = updates
 

@@ -138,4 +138,4 @@ class LanguageModel(L.LightningModule):
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA
             if hasattr(module, "reshard"):  # of FSDP2, whose classes are slow to import
-                module.reshard()
+                module.reshard()  # type: ignore[operator]
