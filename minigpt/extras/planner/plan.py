@@ -354,7 +354,7 @@ def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
     longest = min(1024, text.tokens - 1, text.val_tokens - 1)  # a window needs the next token too
     block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), longest))
     per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
-    rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
+    rows = text.distinct_ngrams / 3 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
     batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
     return {
         "model.block_size": block_size,
@@ -387,8 +387,11 @@ def chain(cfg: DictConfig, given: set[str], text: Text, possible: float) -> tupl
         possible: tokens of a training on which the time allows to train.
     """
     useful = useful_tokens(cfg, given, text)
-    is_given = bool({"max_steps", "callbacks", "callbacks.generations"} & given)
-    if is_given or text.tokens * text.vocab_size > MOST_PROBABILITIES:
+    if (
+        {"max_steps", "callbacks", "callbacks.generations"} & given
+        or useful < LEAST_STEPS * tokens_per_step(cfg)
+        or text.tokens * text.vocab_size > MOST_PROBABILITIES
+    ):
         return min(useful, possible), 1
     models = max(1, min(MOST_MODELS, int(possible / useful)))
     return min(useful, possible / models), models
@@ -396,6 +399,9 @@ def chain(cfg: DictConfig, given: set[str], text: Text, possible: float) -> tupl
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
+    count = models(cfg)
+    # Each model but the last predicts the text for the next one, from two windows per token
+    seconds -= 2 * (count - 1) * validation_seconds(cfg, step, text.tokens)
     most = most_steps(cfg, given, text)
     whole = validation_seconds(cfg, step, text.val_tokens)
     per_batch = cfg.data.eval_batch_size * cfg.model.block_size
@@ -403,6 +409,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)
     least = 1 if "eval_batches" in given else 2
     validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
+    validations = max(count, validations - validations % count)
     if "eval_batches" not in given:
         part = min(1.0, VALIDATING * seconds / (validations * whole))
     steps = (
@@ -410,7 +417,9 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         if "max_steps" in given
         else min(most, int((seconds - validations * part * whole) / step))
     )
-    each = steps / models(cfg)  # of a model
+    if count > 1:  # each model ends with a validation
+        steps -= steps % validations
+    each = steps / count  # of a model
     averaged = min(max(2, 0.05 * each), EMA_STEPS)
     rates = [x for x in ("lr", "adam_lr") if x in cfg.optimizer]
     scale = (800 / min(800, max(100, each))) ** 0.5  # few steps need higher learning rates

@@ -10,7 +10,7 @@ from minigpt.runs.run_config import advice_for_text, flat, normalize
 from minigpt.utils.checks import POSITIVE, or_null
 from minigpt.utils.errors import require
 
-HEAD_WIDTH = 32
+HEAD_WIDTH = 64
 RECIPES = ("experiment", "init_from")  # what gives a model that is trained as it is
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 PLANNED_OR_NULL = ("eval_batches", "ema_decay")  # settings that users turn off with null
@@ -73,7 +73,7 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
     """Return the width and the number of heads of a plan for a width of about `n_embd`, with those
     that are given.
 
-    The heads have an even width, which rotary embedding needs, of 32 if possible.
+    The heads have an even width, which rotary embedding needs, of about 64.
 
     Raises:
         UserError: a given value is invalid, or no number of heads divides the given width.
@@ -82,7 +82,7 @@ def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int)
         require(f"model.{name}", model[name], *RULES[name])
     width_given, heads_given = (f"model.{name}" in given for name in ("n_embd", "n_head"))
     n_embd, groups = model["n_embd"] if width_given else n_embd, model["n_kv_head"] or 1
-    n_head = n_embd // (model["head_dim"] or HEAD_WIDTH) // groups * groups or groups
+    n_head = round(n_embd / (model["head_dim"] or HEAD_WIDTH)) // groups * groups or groups
     n_head = model["n_head"] if heads_given else n_head
     if model["head_dim"] is None and not width_given:
         n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head

@@ -58,6 +58,7 @@ def a_text(**changes):
         "ngram": 5,
         "distinct_ngrams": 100_000,
         "ngram_loss": 1.6,
+        "vocab_size": 65,
     }
     return planning.Text(**known | changes)
 
@@ -206,6 +207,20 @@ def test_a_text_sets_its_ngrams_windows_and_regularization(cfg):
     assert windows(a_text(), 1e5)["data.batch_size"] == 16
 
 
+def test_a_text_that_is_read_too_often_is_learned_by_several_models(cfg):
+    text = a_text()
+    useful = planning.useful_tokens(cfg, set(), text)
+    found = [planning.chain(cfg, set(), text, n * useful) for n in (0.5, 1.9, 2.1, 3.5, 99)]
+    assert found == [(useful / 2, 1), (useful, 1), (useful, 2), (useful, 3), (useful, 4)]
+    # Not beside callbacks that end a training, nor if what a model predicts takes too much memory
+    assert planning.chain(cfg, {"callbacks"}, text, 9 * useful)[1] == 1
+    assert planning.chain(cfg, set(), a_text(vocab_size=50_257), 9 * useful)[1] == 1
+    # Each ends with a validation.
+    cfg = planning.updated(cfg, {"callbacks.generations": {"count": 3}})
+    settings = planning.length(cfg, set(), text, step=0.1, seconds=600)
+    assert settings["max_steps"] % (3 * settings["eval_every"]) == 0
+
+
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
 @pytest.mark.parametrize("seconds", [10, 600, 40_000])
 @pytest.mark.parametrize("batches", [None, 5])
@@ -238,7 +253,7 @@ def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg
         assert settings["model.n_layer"] == cfg.model.n_layer * settings["model.layer_repeats"]
         return settings["model.layer_repeats"]
 
-    assert [planned(share * useful) for share in (0.01, 1, 2, 3, 1000)] == [1, 1, 2, 3, 3]
+    assert [planned(share * useful) for share in (0.01, 1, 2, 3, 1000)] == [1, 1, 1, 1, 3]
     for key in ("model", "model.n_layer", "model.layer_repeats"):
         assert planned(1000 * useful, key) == 1
     steps = planning.length(cfg, set(), text, 0.02, 10_000)["max_steps"]
@@ -289,7 +304,9 @@ def test_too_little_text_or_time_is_an_error(plan, tmp_path):
     refused(slow, plan, seconds=4)  # less than a plan keeps for the start and the sample
 
 
-TEXT = planning.Text(1_000_000, 100_000, ngram=5, distinct_ngrams=100_000, ngram_loss=1.6)
+TEXT = planning.Text(
+    1_000_000, 100_000, ngram=5, distinct_ngrams=100_000, ngram_loss=1.6, vocab_size=65
+)
 SIZES_GIVEN = """
     model.n_head=3
     model.n_embd=90
@@ -338,11 +355,11 @@ def test_whole_numbers_in_any_notation_are_integers_for_a_plan(planned):
     assert repr(numbers) == "[64, 8, 64, 2]"
 
 
-def test_heads_are_about_32_wide():
+def test_heads_are_about_64_wide():
     model = {"n_head": 4, "n_kv_head": None, "head_dim": None, "position": "rope"}
-    for n_embd, n_head in {30: 1, 40: 1, 90: 3, 96: 3, 128: 4, 200: 5}.items():
+    for n_embd, n_head in {30: 1, 40: 1, 90: 1, 96: 2, 128: 2, 200: 4}.items():
         assert planned_heads({**model, "n_embd": n_embd}, {"model.n_embd"}, 64)[1] == n_head
-    assert planned_heads(model | {"n_embd": 1}, set(), 96) == (96, 3)
+    assert planned_heads(model | {"n_embd": 1}, set(), 96) == (96, 2)
 
 
 @pytest.mark.parametrize("line", filter(None, map(str.strip, SIZES_GIVEN.splitlines())))
@@ -426,7 +443,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes
     # The plan is in a file, in the log and in the configuration
     before = file.read_text(encoding="utf-8")
     plan = json.loads(before)
-    assert list(plan) == ["settings", "expected_val_loss", "lines"]
+    assert list(plan) == ["settings", "expected_val_loss", "lines", "pace"]
     printed = capsys.readouterr().err
     assert all(line in printed for line in plan["lines"])
     config = OmegaConf.load(tmp_path / "planned/.hydra/config.yaml")
