@@ -83,7 +83,7 @@ def timed(text, tmp_path, monkeypatch):
     clock.perf_counter = lambda: clock.now
 
     def made(*overrides, seconds=100, speed=1e9, compiling=0.0, model=None):
-        cfg = composed(*small_run(text, tmp_path, "minutes=1", *overrides)[:3], *overrides)
+        cfg = composed(*small_run(text, tmp_path, *overrides)[:3], "minutes=1", *overrides)
         corpus = load_corpus(cfg.data, cfg.tokenizer)
         config = model or GPTConfig(**{**cfg.model, "vocab_size": 100})
 
