@@ -393,7 +393,7 @@ def chain(cfg: DictConfig, given: set[str], text: Text, possible: float) -> tupl
         or text.tokens * text.vocab_size > MOST_PROBABILITIES
     ):
         return min(useful, possible), 1
-    models = max(1, min(MOST_MODELS, int(possible / useful)))
+    models = max(1, min(MOST_MODELS, int(possible / useful + 0.25)))
     return min(useful, possible / models), models
 
 
