@@ -82,8 +82,9 @@ def draw(
     # In float64, a number below 1 times the total stays below the total.
     p = logits.softmax(dim=-1).to(uniform.device)  # (B, V)
     cumulative = p.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-    targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1); NaN is sorted last, which draws V
-    return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)  # (B,)
+    totals = cumulative.select(-1, -1)  # (B,)
+    targets = (uniform * totals).unsqueeze(-1)  # (B, 1); NaN is sorted last, which draws V
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(-1).to(logits.device)  # (B,)
 
 
 def unused_ids(tokens: Container[int], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -127,7 +127,7 @@ def make_plan(
     count = chain(trial, given, text, budget / step * tokens_per_step(trial))[1]
     if count > 1:
         settings["callbacks.generations"] = {
-            "_target_": "minigpt.extras.distillation.generations.Generations",
+            "_target_": "minigpt.extras.planner.generations.Generations",
             "count": count,
             "weight": MODEL_BEFORE,
         }

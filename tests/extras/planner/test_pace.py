@@ -39,7 +39,10 @@ class Work(L.Callback):
     """Let a step take `first` seconds, and `then` after the step `change`; fail at a step."""
 
     def __init__(self, first, then, change, fails=None):
-        self.first, self.then, self.change, self.fails = first, then, change, fails
+        self.first = first
+        self.then = then
+        self.change = change
+        self.fails = fails
 
     def on_train_batch_start(self, trainer, *args):
         step = trainer.global_step

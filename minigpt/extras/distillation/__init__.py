@@ -1,1 +1,0 @@
-"""Train a chain of models, each of which also learns from the one before."""
