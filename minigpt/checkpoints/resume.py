@@ -157,8 +157,8 @@ def _settings(saved: Saved, fixed: Sequence[str]) -> Saved:
     for name, node in settings.get("callbacks", {}).items():
         if node and not node["_target_"].startswith("minigpt."):
             found |= {f"callbacks.{name}.{key}": value for key, value in node.items()}
-        elif node and "planned_steps" in node:  # `minutes=` records its changes in plan.json
-            found["max_steps"] = f"{node['planned_steps']} by minutes="
+        elif node and "planned_steps" in node:  # it records its changes in plan.json
+            found["max_steps"] = f"{node['planned_steps']} as planned"
     return found
 
 

@@ -45,7 +45,7 @@ class LanguageModel(L.LightningModule):
         self.make_optimizer = optimizer
         self.schedule = partial(schedule, max_steps=max_steps)
         self.max_steps = max_steps
-        # The step of the schedule; `minutes=` changes how many steps a run takes for it.
+        # The step of the schedule: a run whose length changes takes fewer or more steps for it.
         self.planned_step: Callable[[int], float] = float
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step

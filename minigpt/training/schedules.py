@@ -2,7 +2,7 @@
 
 Each is a function of the optimizer step, with `max_steps`, the length of the run, `warmup_steps`,
 over which the factor rises linearly, and, where it falls, `final_lr_frac`, the factor at
-`max_steps`. Where `minutes=` changes the length of a run, the step is a fraction.
+`max_steps`. Where the length of a run changes, the step is a fraction.
 """
 
 import math
