@@ -155,7 +155,7 @@ def _settings(saved: Saved, fixed: Sequence[str]) -> Saved:
             found[key.removesuffix(name) + each] = current(values.get(each))
     # Callbacks of users may end or change a training.
     for name, node in settings.get("callbacks", {}).items():
-        if node and not node["_target_"].startswith("minigpt."):
+        if node and (name == "generations" or not node["_target_"].startswith("minigpt.")):
             found |= {f"callbacks.{name}.{key}": value for key, value in node.items()}
         elif node and "planned_steps" in node:  # it records its changes in plan.json
             found["max_steps"] = f"{node['planned_steps']} as planned"

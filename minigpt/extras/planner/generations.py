@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from minigpt.checkpoints.format import Saved
@@ -25,8 +26,9 @@ from minigpt.model.evaluation import evaluation
 from minigpt.model.gpt import GPT
 from minigpt.runs.callbacks.resume_state import EMACallback
 from minigpt.utils.checks import FRACTION, POSITIVE_INT
-from minigpt.utils.errors import require
+from minigpt.utils.errors import UserError, require
 
+MOST_PROBABILITIES = 1 << 30  # of two bytes each, that a model predicts for the next one
 READ_TOGETHER = 64  # windows of a batch in which the text is predicted
 
 
@@ -56,30 +58,55 @@ class Generations(L.Callback):
         self.teacher = dict(state["teacher"])
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        run = trainer.datamodule.run
-        require("init_from", run.init_from, lambda v: v is None, "null with callbacks.generations")
-        known = trainer.datamodule.corpus.is_text and trainer.world_size == 1
-        expected = "1 with several devices, or with conversations"
-        require("callbacks.generations.count", self.count, lambda n: n == 1 or known, expected)
+        data = trainer.datamodule
+        require(
+            "init_from", data.run.init_from, lambda v: v is None, "null with callbacks.generations"
+        )
+        tokens = len(data.corpus.tokens("train")) * pl_module.model.config.vocab_size
+        stops = any(isinstance(each, EarlyStopping) for each in trainer.callbacks)
+        known = data.corpus.is_text and trainer.world_size == 1 and not stops
+        require(
+            "callbacks.generations.count",
+            self.count,
+            lambda n: n == 1 or (known and tokens <= MOST_PROBABILITIES),
+            "1 with conversations, several devices or early stopping, and where the tokens of the "
+            f"training split times vocab_size, {tokens:,}, exceed {MOST_PROBABILITIES:,}",
+        )
+        require(
+            "max_steps",
+            pl_module.max_steps,
+            lambda n: n > self.count * data.run.schedule.get("warmup_steps", 0),
+            "above callbacks.generations.count × schedule.warmup_steps",
+        )
         pl_module.schedule = partial(
             restarting, pl_module.schedule, self.count, max_steps=pl_module.max_steps
         )
 
-    def on_train_start(self, trainer: object, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.steps = pl_module.schedule.keywords["max_steps"]  # as planned
+        if self._of_step(trainer, pl_module) < self.generation:
+            raise UserError(
+                f"the checkpoint is of model {self.generation + 1} of its chain, and step "
+                f"{trainer.global_step} would be of an earlier one; resume with its max_steps and "
+                "callbacks.generations.count"
+            )
+
+    def _of_step(self, trainer: Any, module: Any) -> int:
+        planned = module.planned_step(trainer.global_step)
+        return min(self.count - 1, int(planned * self.count / self.steps))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: tuple[Tensor, Tensor], batch_idx: int
     ) -> None:
-        planned = pl_module.planned_step(trainer.global_step)
-        generation = min(self.count - 1, int(planned * self.count / self.steps))
+        generation = self._of_step(trainer, pl_module)
         batches: Batches = trainer.train_dataloader
         if generation > self.generation:
             self._begin(generation, trainer, pl_module)
         if not self.teacher:
             return
         if self.predicted is None:
-            teacher = GPT(pl_module.model.config).to(pl_module.device)
+            with torch.random.fork_rng(devices=[]):  # a resumed run would draw other dropout masks
+                teacher = GPT(pl_module.model.config).to(pl_module.device)
             teacher.load_state_dict(self.teacher)
             self.predicted = predict(teacher, torch.from_numpy(batches.tokens[:].astype(np.int64)))
         # Of the batch, the probabilities that the text and the model before it give.

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.token_files import Corpus
+from minigpt.extras.planner.generations import MOST_PROBABILITIES
 from minigpt.extras.planner.ngram_model import evenly_spaced, ngram_losses
 from minigpt.extras.planner.planned_sizes import planned_heads, without
 from minigpt.model.config import GPTConfig
@@ -73,10 +74,8 @@ MEASURING = 0.005  # of the time at most, to measure a size
 COMPILED_MINUTES = 10  # of the run, from which on compiled steps are measured
 COMPILED_GAIN = 1.05  # speed that compilation must gain
 MOST_REPEATS = 3  # of the layers
-# Models of a chain, and probabilities, of two bytes each, that one of them predicts for the next
-MOST_MODELS = 4
-MOST_PROBABILITIES = 1 << 30
-MODEL_BEFORE = 0.8  # weight of its probabilities
+MOST_MODELS = 4  # of a chain
+MODEL_BEFORE = 0.8  # weight of the probabilities of the model before
 # Time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 TRAINER = 1.05
 OVERHEAD = (

@@ -162,7 +162,7 @@ def apply_config(trainer: L.Trainer, module: Any) -> None:
     """Apply the optimizer and schedule settings of this run, in place of the checkpoint's."""
     fresh = module.configure_optimizers()
     scheduler = trainer.lr_scheduler_configs[0].scheduler
-    factor = module.schedule(scheduler.last_epoch)
+    factor = module.schedule(module.planned_step(scheduler.last_epoch))
     for group, new in zip(
         trainer.optimizers[0].param_groups,
         fresh["optimizer"].param_groups,

@@ -18,7 +18,10 @@ from minigpt.extras.planner.generations import predict, restarting
 from minigpt.training.schedules import cosine, linear
 from minigpt.utils.errors import UserError
 
-CHAIN = ("callbacks=generations", "callbacks.generations.count=2", "callbacks.samples=null")
+CHAIN = (
+    "callbacks=generations", "callbacks.generations.count=2", "callbacks.samples=null",
+    "schedule.warmup_steps=2",
+)  # fmt: skip
 
 
 def test_the_schedule_runs_once_for_every_model():
@@ -70,7 +73,9 @@ def test_a_new_model_learns_from_the_text_and_from_the_average_of_the_one_before
 
 
 def test_a_chain_resumes_as_it_was(text, tmp_path):
-    settings = small_run(text, tmp_path, *CHAIN, "ema_decay=0.9", "eval_every=5")
+    settings = small_run(
+        text, tmp_path, *CHAIN, "ema_decay=0.9", "eval_every=5", "model.dropout=0.2"
+    )
     whole = tmp_path / "whole"
     parts = tmp_path / "parts"
     minigpt.train([*settings, f"hydra.run.dir={whole}"])
@@ -86,7 +91,7 @@ def test_a_chain_resumes_as_it_was(text, tmp_path):
 
 
 def test_one_model_is_a_run_without_the_callback(text, tmp_path):
-    settings = small_run(text, tmp_path, "callbacks.samples=null")
+    settings = small_run(text, tmp_path, "callbacks.samples=null", "schedule.warmup_steps=2")
     plain = tmp_path / "plain"
     chain = tmp_path / "chain"
     minigpt.train([*settings, f"hydra.run.dir={plain}"])
@@ -94,9 +99,25 @@ def test_one_model_is_a_run_without_the_callback(text, tmp_path):
     assert rows(plain) == rows(chain)
 
 
+def test_a_chain_of_other_steps_or_models_does_not_resume(text, tmp_path):
+    run = tmp_path / "run"
+    settings = small_run(text, tmp_path, *CHAIN)
+    minigpt.train([*settings, f"hydra.run.dir={run}"])
+    with pytest.raises(UserError, match="the checkpoint is of model 2 of its chain, and step 20"):
+        minigpt.train([*settings, "max_steps=60", f"resume={run}", f"hydra.run.dir={run}2"])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["max_steps=4"], "max_steps must be above callbacks.generations.count × schedule.warmup"),
+        (
+            [
+                "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
+                "+callbacks.stop.monitor=val_loss",
+            ],
+            "callbacks.generations.count must be 1 with conversations, several devices or early",
+        ),
         (["callbacks.generations.count=0"], "callbacks.generations.count must be an integer ≥ 1"),
         (["callbacks.generations.weight=1"], r"callbacks.generations.weight must be in \[0, 1\)"),
     ],
