@@ -132,17 +132,17 @@ class GPT(nn.Module):
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
-        if isinstance(targets, Tensor) and targets.is_floating_point():
-            return F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(0, 1), reduction=reduction
-            )
-        next_ids = self._to_ids(targets)
-        if next_ids.shape != tokens.shape:
+        if isinstance(targets, Tensor) and targets.dim() == 3:
+            expected = targets.to(logits.dtype)  # (B, T, V)
+        else:
+            expected = self._to_ids(targets)  # (B, T)
+        if expected.shape != logits.shape[: expected.dim()]:
             raise ValueError(
-                f"targets must have the shape of the tokens, {(*tokens.shape,)}, "
-                f"got {(*next_ids.shape,)}"
+                "targets must have the shape of the "
+                f"{'tokens' if expected.dim() == 2 else 'logits'}, "
+                f"{(*logits.shape[: expected.dim()],)}, got {(*expected.shape,)}"
             )
-        return self._loss(logits.flatten(0, 1), next_ids.flatten(), reduction)
+        return self._loss(logits.flatten(0, 1), expected.flatten(0, 1), reduction)
 
     def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
         """Return the input of the first block (B, T, C).

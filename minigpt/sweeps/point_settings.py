@@ -13,9 +13,8 @@ from minigpt.utils.moved import current
 
 MAX_NAME_CHARS = 120
 MAX_NAME_BYTES = 255  # as file systems take them
-_REPORTED = re.compile(
-    r"originality|callbacks\.(originality|expectation|pace)\b"
-)  # also in old sweeps
+# Also in old sweeps
+_REPORTED = re.compile(r"originality|callbacks\.(originality|expectation|pace)\b")
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 
 

@@ -300,6 +300,10 @@ WRONG = {
     "token ids must be in [0, 23), got 1 to 23": ([[1, 23]], [[1, 2]]),
     "token ids must be in [0, 23), got -1 to 2": ([[-1, 2]],),
     "targets must have the shape of the tokens, (1, 3), got (1, 2)": ([[1, 2, 3]], [[1, 2]]),
+    "targets must have the shape of the logits, (1, 2, 23), got (1, 2, 22)": (
+        [[1, 2]],
+        torch.ones(1, 2, 22),
+    ),
     "targets must be in [0, 23), or -100, which is ignored; got -1 to 2": ([[1, 2]], [[2, -1]]),
     "targets must be in [0, 23), or -100, which is ignored; got 2 to 24": ([[1, 2]], [[2, 24]]),
     "the targets have no id: all are -100, which is ignored": ([[1, 2]], [[-100, -100]]),
@@ -312,6 +316,17 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(settings: dict[str, Any]):
     for message, batch in WRONG.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             model(*map(torch.tensor, batch))
+
+
+def test_targets_may_be_probabilities():
+    model = make_model()
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    ids = torch.tensor([[2, 3, 4], [5, 6, 7]])
+    p = torch.rand(2, 3, 23).softmax(-1)
+    expected = -(p * model(tokens).log_softmax(-1)).sum(-1).flatten()  # (B·T,)
+    assert_close(model(tokens, p, reduction="none"), expected)
+    assert_close(model(tokens, p), expected.mean())
+    assert_close(model(tokens, F.one_hot(ids, 23)), model(tokens, ids))
 
 
 def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():

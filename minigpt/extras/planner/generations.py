@@ -29,7 +29,6 @@ from minigpt.utils.checks import FRACTION, POSITIVE_INT
 from minigpt.utils.errors import UserError, require
 
 MOST_PROBABILITIES = 1 << 30  # of two bytes each, that a model predicts for the next one
-READ_TOGETHER = 64  # windows of a batch in which the text is predicted
 
 
 class Generations(L.Callback):
@@ -84,21 +83,20 @@ class Generations(L.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.steps = pl_module.schedule.keywords["max_steps"]  # as planned
-        if self._of_step(trainer, pl_module) < self.generation:
+        if (
+            model_of(pl_module.planned_step(trainer.global_step), self.count, self.steps)
+            < self.generation
+        ):
             raise UserError(
                 f"the checkpoint is of model {self.generation + 1} of its chain, and step "
                 f"{trainer.global_step} would be of an earlier one; resume with its max_steps and "
                 "callbacks.generations.count"
             )
 
-    def _of_step(self, trainer: Any, module: Any) -> int:
-        planned = module.planned_step(trainer.global_step)
-        return min(self.count - 1, int(planned * self.count / self.steps))
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: tuple[Tensor, Tensor], batch_idx: int
     ) -> None:
-        generation = self._of_step(trainer, pl_module)
+        generation = model_of(pl_module.planned_step(trainer.global_step), self.count, self.steps)
         batches: Batches = trainer.train_dataloader
         if generation > self.generation:
             self._begin(generation, trainer, pl_module)
@@ -130,8 +128,7 @@ class Generations(L.Callback):
         # A new one, with new averages and moments.
         torch.manual_seed(trainer.datamodule.run.seed + generation)
         module.model.load_state_dict(GPT(module.model.config).state_dict())
-        for optimizer in trainer.optimizers:
-            optimizer.state.clear()
+        trainer.optimizers[0].state.clear()
         for each in averages:
             each.on_train_start(trainer, module)
         self.generation = generation
@@ -140,8 +137,12 @@ class Generations(L.Callback):
 def restarting(schedule: Callable[..., float], count: int, step: float, *, max_steps: int) -> float:
     """Return the factor of a schedule that runs `count` times in `max_steps`, one after another."""
     length = max_steps / count
-    generation = min(count - 1, int(step / length))
-    return schedule(step - generation * length, max_steps=length)
+    return schedule(step - model_of(step, count, max_steps) * length, max_steps=length)
+
+
+def model_of(step: float, count: int, max_steps: int) -> int:
+    """Return which model, from 0 on, a step trains; the last one also after its end."""
+    return min(count - 1, int(step * count / max_steps))
 
 
 @torch.no_grad()
@@ -156,7 +157,7 @@ def predict(model: GPT, tokens: Tensor) -> Tensor:
     starts = torch.arange(0, len(tokens) - T + half, half).clamp_(max=len(tokens) - T)
     predicted = torch.empty(len(tokens), model.config.vocab_size, dtype=torch.float16)
     with evaluation(model):
-        for some in starts.split(READ_TOGETHER):
+        for some in starts.split(64):  # windows of a batch
             windows = tokens[some[:, None] + torch.arange(T)]  # (B, T)
             logits = model(windows.to(model.wte.weight.device))  # (B, T, V)
             probabilities = logits.float().softmax(dim=-1).to("cpu", torch.float16)

@@ -25,7 +25,6 @@ from minigpt.utils.files import read_json, write_json
 MEASURED = 0.03  # share of the training over which its steps are measured
 TOLERANCE = 0.03  # share of the training by which it may end early or late without a change
 SETTLING_STEPS = 3  # first ones, which allocate memory and compile, and are not measured
-UNLIMITED = 1 << 40  # steps
 
 # [step, step of the first plan with the same progress, number of steps from then on], in order
 Changes = Sequence[Sequence[float]]
@@ -54,7 +53,7 @@ class Pace(L.Callback):
         changes: Changes = (),
     ) -> None:
         self.planned_steps = planned_steps
-        self.most_steps = most_steps or UNLIMITED
+        self.most_steps = most_steps or 1 << 40  # more than there will be
         self.validation = validation
         self.seconds = seconds
         self.until = until
@@ -93,8 +92,9 @@ class Pace(L.Callback):
         self._end = now + self._left
         # No changes before those that are recorded
         self._proposed = pl_module.max_steps
-        last = self.changes[-1][0] if self.changes else 0
-        self._settled = max(last, trainer.global_step + SETTLING_STEPS)
+        self._settled = max(
+            trainer.global_step + SETTLING_STEPS, *(change[0] for change in self.changes), 0
+        )
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int
@@ -115,8 +115,9 @@ class Pace(L.Callback):
         # How many are left; the time is in steps.
         each = (trained - seconds) / (step - before)
         left = (self._end - time.perf_counter()) / each
-        done = step % self._eval_every
-        more = steps_within(left, 1, self.validation, self._eval_every, done=done)
+        more = steps_within(
+            left, 1, self.validation, self._eval_every, done=step % self._eval_every
+        )
         proposed = min(self.most_steps, step + max(1, more))
         # Change it to what the last two measurements agree on.
         steps = sorted((self._proposed, proposed, pl_module.max_steps))[1]

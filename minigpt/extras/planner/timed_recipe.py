@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from minigpt.data.token_files import Corpus
+from minigpt.extras.planner.measured_steps import step_seconds
 from minigpt.extras.planner.plan import (
     MEASURING,
     OVERHEAD,
@@ -18,7 +19,6 @@ from minigpt.extras.planner.plan import (
     Settings,
     drawing_seconds,
     seconds_left,
-    step_seconds,
     too_short,
     updated,
     validated_tokens,
@@ -64,8 +64,7 @@ def time_recipe(
         seconds -= time.perf_counter() - begun
     # Choose the length
     seconds -= STARTING * config.num_params()
-    tokens = validated_tokens(sized, corpus.val.tokens)
-    validation = validation_seconds(sized, step, tokens)
+    validation = validation_seconds(sized, step, validated_tokens(sized, corpus.val.tokens))
     validation += SAVING + SAVING_PARAMETER * config.num_params()
     settings = recipe_length(cfg, given, step, validation, seconds)
     if settings["max_steps"] < 1:

@@ -19,6 +19,7 @@ import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.extras.planner import plan as planning
 from minigpt.extras.planner import planned_run
+from minigpt.extras.planner.measured_steps import step_seconds
 from minigpt.extras.planner.ngram_model import ngram_losses
 from minigpt.extras.planner.planned_sizes import (
     given_settings,
@@ -158,7 +159,7 @@ def test_without_a_compiler_a_long_run_is_not_compiled(cfg, text, tmp_path):
     cfg.data.update(path=str(text), folder=str(tmp_path))
     corpus = load_corpus(cfg.data, cfg.tokenizer)
     cfg.model.update(n_layer=1, n_embd=32, n_head=1, block_size=8)
-    assert 0 < planning.step_seconds(cfg, corpus, seconds=0.1) < planning.inf
+    assert 0 < step_seconds(cfg, corpus, seconds=0.1) < planning.inf
     with inductor.patch("cpp.cxx", (None, str(tmp_path / "missing"))):
         assert planning.compiled_step_seconds(cfg, corpus, seconds=0.1) == planning.inf
 
@@ -522,7 +523,7 @@ def test_a_device_that_is_missing_is_an_error_of_one_line(cfg, text, tmp_path):
     cfg.data.update(path=str(text), folder=str(tmp_path))
     cfg.trainer.accelerator = "abacus"
     corpus = load_corpus(cfg.data, cfg.tokenizer)
-    refused("^the trainer cannot be built: ", planning.step_seconds, cfg, corpus, seconds=0.1)
+    refused("^the trainer cannot be built: ", step_seconds, cfg, corpus, seconds=0.1)
 
 
 def test_a_sweep_finds_the_plan_that_it_made_when_settings_had_other_names(

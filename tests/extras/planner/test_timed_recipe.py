@@ -14,8 +14,8 @@ from small_runs import column, composed, small_run
 
 import minigpt
 from minigpt.data.prepare import load_corpus
+from minigpt.extras.planner import measured_steps, planned_run, timed_recipe
 from minigpt.extras.planner import plan as planning
-from minigpt.extras.planner import planned_run, timed_recipe
 from minigpt.extras.planner.planned_sizes import given_settings, planned_overrides
 from minigpt.extras.planner.swept_plans import swept_overrides
 from minigpt.model.config import GPTConfig
@@ -172,13 +172,13 @@ def test_steps_are_measured_with_the_threads_that_have_cores(
             if busy and len(taken) == 6:  # as `ThreadBalancer` does after three and three steps
                 torch.set_num_threads(1)
 
-    monkeypatch.setattr(planning, "ThreadBalancer", Balancer)
-    monkeypatch.setattr(planning, "SLOW", math.inf)
+    monkeypatch.setattr(measured_steps, "ThreadBalancer", Balancer)
+    monkeypatch.setattr(measured_steps, "SLOW", math.inf)
     cfg = composed(*small_run(text, tmp_path, "trainer.precision=32-true"))
     corpus = load_corpus(cfg.data, cfg.tokenizer)
     before = torch.get_num_threads()
     try:
-        planning.step_seconds(cfg, corpus, seconds=1e-9, settle=bool(settle))
+        measured_steps.step_seconds(cfg, corpus, seconds=1e-9, settle=bool(settle))
     finally:
         torch.set_num_threads(before)
     assert len(taken) == steps
