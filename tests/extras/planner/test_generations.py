@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
@@ -46,28 +47,42 @@ def test_every_token_is_predicted_from_half_a_window_at_least(length):
         assert closest < 1e-3, i  # float16
 
 
+class Keep(L.Callback):
+    """Keep what the last step learned from, and how many steps its moments are of."""
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        Keep.expected = pl_module.expected
+        Keep.steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+
+
 def test_a_new_model_learns_from_the_text_and_from_the_average_of_the_one_before(text, tmp_path):
-    """Recompute the first loss of the second model from the files of the first."""
     run = tmp_path / "run"
     settings = small_run(
         text, tmp_path, *CHAIN, "callbacks.generations.weight=0.75", "ema_decay=0.9",
-        "log_every=1", "seed=3", f"hydra.run.dir={run}",
+        "log_every=1", "seed=3", "optimizer=adamw", f"hydra.run.dir={run}",
+        "+callbacks.keep._target_=test_generations.Keep",
     )  # fmt: skip
     minigpt.train([*settings, "pause_at=10"])
+    assert Keep.expected is None
     teacher, tokenizer = load_checkpoint(run / LAST)  # the average
     minigpt.train([*settings, "resume=auto", "pause_at=null"])
+    # What it learned from, at the last step
+    ids = torch.from_numpy(tokenizer.encode(text.read_text())[:18_000].astype(np.int64))
+    order = WindowOrder(len(ids), 16, seed=3)  # of the training split
+
+    def places(step):
+        return torch.from_numpy(order.starts(step * 8 + np.arange(8)))[:, None] + torch.arange(16)
+
+    predicted = predict(teacher, ids).float()
+    of_text = F.one_hot(ids[places(19) + 1], teacher.config.vocab_size)
+    torch.testing.assert_close(Keep.expected, 0.75 * predicted[places(19)] + 0.25 * of_text)
+    assert Keep.steps == {10}  # its own
+    # Its first loss
     torch.manual_seed(3 + 1)
-    student = GPT(teacher.config)
-    ids = torch.from_numpy(
-        tokenizer.encode(text.read_text())[:18_000].astype(np.int64)
-    )  # the training split
-    windows = WindowOrder(len(ids), 16, seed=3).starts(np.arange(80, 88))  # of step 10
-    places = torch.from_numpy(windows)[:, None] + torch.arange(16)  # (B, T)
     with torch.no_grad():
-        predicted = predict(teacher, ids).float()
-        logits = student(ids[places]).flatten(0, 1)  # (B·T, V)
-    of_teacher = -(predicted[places].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
-    of_text = F.cross_entropy(logits, ids[places + 1].flatten())
+        logits = GPT(teacher.config)(ids[places(10)]).flatten(0, 1)  # (B·T, V)
+    of_teacher = -(predicted[places(10)].flatten(0, 1) * logits.log_softmax(-1)).sum(-1).mean()
+    of_text = F.cross_entropy(logits, ids[places(10) + 1].flatten())
     loss = column(run, "train_loss")[10]
     assert loss == pytest.approx(0.25 * of_text.item() + 0.75 * of_teacher.item(), rel=1e-4)
 
