@@ -133,7 +133,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         if isinstance(targets, Tensor) and targets.dim() == 3:
-            expected = targets.to(logits.dtype)  # (B, T, V)
+            # In the type of the loss, not in bfloat16, as autocast has the logits.
+            expected = targets.to(torch.promote_types(targets.dtype, torch.float32))  # (B, T, V)
         else:
             expected = self._to_ids(targets)  # (B, T)
         if expected.shape != logits.shape[: expected.dim()]:

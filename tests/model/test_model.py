@@ -327,6 +327,9 @@ def test_targets_may_be_probabilities():
     assert_close(model(tokens, p, reduction="none"), expected)
     assert_close(model(tokens, p), expected.mean())
     assert_close(model(tokens, F.one_hot(ids, 23)), model(tokens, ids))
+    with torch.autocast("cpu", torch.bfloat16):  # whose logits are rounded, but not the targets
+        expected = -(p * model(tokens).float().log_softmax(-1)).sum(-1).mean()
+        assert_close(model(tokens, p), expected, rtol=1e-5, atol=0)
 
 
 def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():
