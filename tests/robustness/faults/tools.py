@@ -179,9 +179,12 @@ def assert_resumes(
     """Resume a run after a fault, and compare its final state to that of a run without the fault.
 
     Args:
-        warning: part of the one warning that is expected on stderr; empty: expect no warning.
+        warning: part of the one warning that is expected on stderr; empty: expect no warning, but
+            that a run has no checkpoint if it ended before its first one.
     """
-    if (folder / LAST).exists() and not warning:
+    if not (folder / LAST).exists():
+        warning = warning or "holds no checkpoint to resume from"
+    elif not warning:
         load_checkpoint(folder / LAST)
     summary = folder / "summary.json"
     written = summary.read_text("utf-8", errors="replace") if summary.exists() else ""
