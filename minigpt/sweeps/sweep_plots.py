@@ -163,8 +163,8 @@ def _plot_curves(panel: Axes, rows: Sequence[Row], unit: str) -> None:
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
-            # Curves are in nats per token.
-            scale = (point.loss(unit) or inf) / (point.loss(NATS) or inf)
+            # Curves are in nats per token; a loss of 0 does not tell how many bits these are.
+            scale = 1.0 if unit == NATS else (point.loss(unit) or nan) / (point.loss(NATS) or nan)
             losses = [scale * loss for _, loss in point.curve]
             panel.plot(
                 [at for at, _ in point.curve],
@@ -176,7 +176,7 @@ def _plot_curves(panel: Axes, rows: Sequence[Row], unit: str) -> None:
                 linestyle="-" if row.status == COMPLETED else ":",
                 zorder=3 - rank / len(rows),
             )
-            ends += losses[1:] or losses
+            ends += filter(isfinite, losses[1:] or losses)
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(
         xlabel="tokens",
@@ -191,7 +191,7 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], unit: str, cost: str, label: st
     known = [
         (row.costs[cost], row.loss, row.interval or nan)
         for row in rows
-        if row.costs[cost] and row.loss
+        if row.costs[cost] and row.loss is not None
     ]
     if not known:
         return

@@ -447,3 +447,16 @@ def test_the_plots_of_mixed_runs_have_room_for_their_titles_and_no_legend_withou
     assert left.x1 < right.x0
     # The front is one point
     assert [text.get_text() for text in params.get_legend().get_texts()] == ["best 2.0000"]
+
+
+@pytest.mark.parametrize("unit", ["nats", "bits"])
+def test_a_loss_of_0_is_plotted(unit: str) -> None:  # of a text of one character
+    points = points_of({"model.n_head": (1, 2, 3)}, lambda n_head: float(n_head - 1))
+    starts = [1.0, 2.0, 3.0]  # each curve begins 1 nat higher
+    if unit == "bits":  # which are compared where tokens differ in length
+        for point, bits in zip(points, (0.0, 0.5, 3.0), strict=True):
+            point.totals["best_val_bits_per_byte"] = bits
+        starts = [math.nan, 1.0, 4.5]  # how many bits the first are is unknown
+    _, curves, params, _ = panels_of(points)
+    assert [line.get_ydata()[0] for line in curves.lines] == pytest.approx(starts, nan_ok=True)
+    assert [text.get_text() for text in params.get_legend().get_texts()][-1] == "best 0.0000"
