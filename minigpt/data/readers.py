@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.extras import from_extras
 from minigpt.utils.scripts import ROOT, shell_quote, usage
 from minigpt.utils.terminal import unescape, warn, warn_once
@@ -217,9 +217,11 @@ def read_texts(
 ) -> Iterator[TextChunk]:
     """Read the documents of a path, as `find_files` takes it; `-` is standard input."""
     if path in STDIN:
+        require(setting, path, lambda _: sys.stdin is not None, "a file, as stdin is closed")
         blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
-        json_rows = None if separator else _JSON[""]
-        return text_chunks(_decode(blocks, f"{setting}=-", json_rows), separator)
+        return text_chunks(
+            _decode(blocks, f"{setting}=-", None if separator else _JSON[""]), separator
+        )
     return read_files(find_files(path, setting, folder), field, separator)
 
 

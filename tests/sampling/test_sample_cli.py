@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from select import select
@@ -87,6 +88,14 @@ def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(
     assert typed.stdout == prompt[:-BLOCK_SIZE] + end.stdout
     empty = sample(saves["separated"], "--prompt-file", "-")
     assert f"no prompt: starting from '{SEPARATOR}'" in empty.stderr
+
+
+def test_a_closed_standard_input_is_one_error_line(saves, call, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for option in ("--prompt-file", "--score"):
+        result = call("sample.py", str(saves["char"]), option, "-")
+        assert result.returncode == 2
+        assert f"{option} must be a file, as stdin is closed, got -" in result.stderr
 
 
 def test_an_unreadable_text_is_one_error_line(saves, sample):
