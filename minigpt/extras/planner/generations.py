@@ -46,7 +46,8 @@ class Generations(L.Callback):
         self.weight = weight
         self.generation = 0
         self.teacher: dict[str, Tensor] = {}  # weights of the model before
-        self.predicted: Tensor | None = None  # (N, V): its probabilities of the token after each
+        # (N, V): its probabilities of the token after each, on its device
+        self.predicted: Tensor | None = None
 
     def state_dict(self) -> dict[str, object]:
         return {"generation": self.generation, "teacher": self.teacher}
@@ -110,10 +111,13 @@ class Generations(L.Callback):
         # Of the batch, the probabilities that the text and the model before it give.
         accumulate = trainer.accumulate_grad_batches
         index = trainer.global_step * accumulate + batch_idx % accumulate
-        starts = torch.from_numpy(batches.starts(np.array([index]))[0])  # (B,)
         tokens, targets = batch
-        places = starts[:, None] + torch.arange(tokens.size(1))  # (B, T)
-        expected = self.predicted[places].to(tokens.device, torch.float32).mul_(self.weight)
+        # (B,): few bytes, for which a GPU need not be waited for
+        starts = torch.from_numpy(batches.starts(np.array([index]))[0]).to(
+            tokens.device, non_blocking=True
+        )
+        places = starts[:, None] + torch.arange(tokens.size(1), device=tokens.device)  # (B, T)
+        expected = self.predicted[places].float().mul_(self.weight)
         pl_module.expected = expected.scatter_add_(
             2, targets[..., None], expected.new_full(targets.shape, 1 - self.weight)[..., None]
         )  # (B, T, V)
@@ -150,17 +154,19 @@ def predict(model: GPT, tokens: Tensor) -> Tensor:
     """Predict the token after each of a text (N,), N ≥ T, from at least T / 2 before if there are.
 
     Returns:
-        Probabilities (N, V), in float16.
+        Probabilities (N, V), in float16, on the device of the model.
     """
     T = model.config.block_size
     half = max(1, T // 2)
     starts = torch.arange(0, len(tokens) - T + half, half).clamp_(max=len(tokens) - T)
-    predicted = torch.empty(len(tokens), model.config.vocab_size, dtype=torch.float16)
+    predicted = model.wte.weight.new_empty(
+        len(tokens), model.config.vocab_size, dtype=torch.float16
+    )
     with evaluation(model):
-        for some in starts.split(64):  # windows of a batch
+        for some in starts.split(max(1, (1 << 20) // (T * predicted.size(1)))):  # 10 MB
             windows = tokens[some[:, None] + torch.arange(T)]  # (B, T)
-            logits = model(windows.to(model.wte.weight.device))  # (B, T, V)
-            probabilities = logits.float().softmax(dim=-1).to("cpu", torch.float16)
+            logits = model(windows.to(predicted.device))  # (B, T, V)
+            probabilities = logits.float().softmax(dim=-1).half()
             for start, window in zip(some.tolist(), probabilities, strict=True):
                 kept = T - half if start else 0  # the window before has the rest
                 predicted[start + kept : start + T] = window[kept:]
