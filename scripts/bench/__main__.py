@@ -4,13 +4,13 @@ Variants run alternately for several rounds, because machines are noisy; report 
 ratio. Prints a table and writes the measurements as JSON.
 
   python scripts/bench step --recipes fast_cpu,nanogpt_cpu
-                                     tokens/s of recipes and of bare training loops
-  python scripts/bench time_to_loss  steps and seconds to each loss: the table of README.md
-  python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5"
-  --losses 2.1
-                                     the same for other recipes, losses and settings
-  python scripts/bench sampling      decoding speed, compared with a loop without a KV cache and
-  with transformers
+      tokens/s of recipes and of bare training loops
+  python scripts/bench time_to_loss
+      steps and seconds to each loss: the table of README.md
+  python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu" --losses 2.1
+      the same for other recipes, settings and losses
+  python scripts/bench sampling
+      decoding speed, compared with a loop without a KV cache and with transformers
 
 The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py). `gpu.py` is
 for a GPU.

@@ -41,8 +41,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True  # as the trainer does
     torch.manual_seed(cfg.seed)
     vocab_size = cfg.model.vocab_size or corpus.tokenizer.vocab_size
-    with device:
-        model = GPT(GPTConfig(**{**cfg.model, "vocab_size": vocab_size}))
+    model = GPT(GPTConfig(**{**cfg.model, "vocab_size": vocab_size})).to(device)
     model.checkpoint_blocks = cfg.checkpoint_blocks
     if cfg.compile:
         model.compile()

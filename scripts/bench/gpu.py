@@ -1,18 +1,16 @@
 """Measure minigpt on a CUDA GPU, part by part. Every row is appended to a file as soon as it is
 measured.
 
-  python scripts/bench/gpu.py recipes gpt2      two parts
-  python scripts/bench/gpu.py --rehearse        the same code with tiny models on a CPU; its figures
-  mean nothing
+  python scripts/bench/gpu.py recipes gpt2   # two parts
+  python scripts/bench/gpu.py --rehearse     # tiny models on a CPU; its figures mean nothing
 
 Parts, and the minutes that they may take on an H100 (estimates, not measured):
 
-  recipes   6  time to nanoGPT's loss and best loss per seed; nanogpt_gpu beside nanoGPT's recipe in
-  a bare loop gpt2      5  tokens/s and MFU of GPT-2 over batch sizes, beside a bare loop; each
-  compiles for 40 s sampling  2  GPT-2 in bfloat16: share of the memory bound, beside transformers
-  with a static cache memory    2  peak memory of GPT-2's sizes, with and without activation
-  checkpointing minutes   7  minutes=1 and minutes=5 of tiny shakespeare and of --text: loss,
-  training and wall time
+  recipes   6  time to nanoGPT's loss and best loss per seed; nanogpt_gpu beside a bare loop
+  gpt2      5  tokens/s and MFU of GPT-2 over batch sizes, beside a bare loop
+  sampling  2  GPT-2 in bfloat16: share of the memory bound, beside transformers
+  memory    2  peak memory of GPT-2's sizes, with and without activation checkpointing
+  minutes   7  minutes=1 and minutes=5 of tiny shakespeare and of --text: loss and times
   threads   3  the CPU beside the GPU: tokens/s of small models over the number of threads
 
 The most important rows of a part come first. A row that fails is printed and recorded with what it
