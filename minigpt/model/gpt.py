@@ -118,10 +118,12 @@ class GPT(nn.Module):
         masks: tuple[Tensor, ...] = ()  # none for one document: a replaced block may take none
         if documents is not None:
             masks = (documents[:, None, :, None] == documents[:, None, None, :],)  # (B, 1, T, T)
-        rotary = None
-        if self.rotary is not None:
-            # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
-            rotary = tuple(table[start:end] for table in self.rotary.unbind())
+        # Two slices (T, 1, D): exported, one slice of both would be another kind at T tokens.
+        rotary = (
+            None
+            if self.rotary is None
+            else tuple(table[start:end] for table in self.rotary.unbind())
+        )
         for i, block in enumerate(self.blocks):
             recomputed = self.checkpoint_blocks and i % self.checkpoint_blocks == 0
             if recomputed and self.training and cache is None:

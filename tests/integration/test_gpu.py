@@ -35,6 +35,7 @@ from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.extras.interpret.heads import attention_maps
 from minigpt.extras.playground.engine import Engine, SampleRequest, Token
+from minigpt.model.attention import attend
 from minigpt.model.ops import NORMS
 from minigpt.runs.callbacks import metrics
 from minigpt.runs.run_dir import read_summary
@@ -92,9 +93,11 @@ def test_a_recipe_trains_in_16_bits_if_the_gpu_is_faster_in_them(
 MIXED = "optimizer=muon ema_decay=0.9 model.dropout=0.1 trainer.accumulate_grad_batches=2"
 # Compiled sums over equal tokens may have any order.
 COMPILED = "compile=true trainer.deterministic=true"
+# Three models, of steps 1 to 7, to 14 and to 20; the second learns when the run resumes.
+CHAINED = "callbacks=generations ema_decay=0.9 schedule.warmup_steps=2"
 
 
-@pytest.mark.parametrize("settings", ["", MIXED, COMPILED, FLOAT32])
+@pytest.mark.parametrize("settings", ["", MIXED, COMPILED, CHAINED, FLOAT32])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     train: Train, tmp_path: Path, settings: str
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_killed_run_recovers_on_the_gpu() -> None:
 )
 def test_greedy_text_is_that_of_a_cpu(train: Train, settings: str) -> None:
     folder = train(*ON_GPU, *settings.split(), "max_steps=100", "eval_every=100").folder
+    torch.backends.cuda.matmul.allow_tf32 = False  # as before the run
     options = {"max_new_tokens": 40, "temperature": 0, "logprobs": True}
     models = [load_checkpoint(folder, device=place)[0] for place in ("cpu", DEVICE)]
     samples = [generate(model, [[1, 2, 3], [5]], **options) for model in models]
@@ -274,6 +278,23 @@ def test_every_architecture_computes_on_the_gpu(settings: dict[str, Any]) -> Non
     samples = generate(model, [[1, 2, 3], [4] * 7], **options)
     assert [len(sample.tokens) for sample in samples] == [6] * 4  # beyond block_size
     assert score(model, ids[0], [1], n_top=3).logprobs.device.type == "cpu"
+
+
+@pytest.mark.skipif(KIND == "cpu", reason="measures the memory of a GPU")
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_queries_in_float32_or_with_a_mask_need_no_memory_for_all_scores(
+    masked: bool,
+) -> None:
+    T, dtype = 4096, torch.bfloat16 if masked else torch.float32
+    q, k, v = (torch.randn(1, heads, T, 64, device=DEVICE, dtype=dtype) for heads in (8, 2, 2))
+    mask = torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril() if masked else None
+    expected = attend(q.float().cpu(), k.float().cpu(), v.float().cpu(), causal=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = attend(q, k, v, causal=not masked, mask=mask)
+    scores = 8 * T * T * 2  # bytes, in 16 bits
+    assert torch.cuda.max_memory_allocated() - before < scores / 2
+    assert_close(found.float().cpu(), expected, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
