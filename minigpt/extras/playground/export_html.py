@@ -36,7 +36,7 @@ from minigpt.utils.files import atomic_write
 PAGE = Path(__file__).parent / "page"
 BYTES_PER_WEIGHT = {"float16": 2, "float32": 4}  # of the matrices, by format
 MAX_WEIGHT_BYTES = 64_000_000
-MAX_PAGE_BYTES = 15_500_000  # of the weights in base64, with snapshots
+MAX_PAGE_BYTES = 46_500_000  # of the weights in base64, with snapshots
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
 _STYLE, _SCRIPT = (
     '<link rel="stylesheet" href="style.css">\n',
