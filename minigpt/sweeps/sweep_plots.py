@@ -159,7 +159,7 @@ def _plot_names(panel: Axes, rows: Sequence[Row], unit: str) -> None:
 
 def _plot_curves(panel: Axes, rows: Sequence[Row], unit: str) -> None:
     # Every run, the best rows in color.
-    ends = []
+    ends: list[float] = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
