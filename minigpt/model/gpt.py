@@ -136,7 +136,7 @@ class GPT(nn.Module):
             return logits
         if isinstance(targets, Tensor) and targets.dim() == 3:
             # In the type of the loss, not in bfloat16, as autocast has the logits.
-            expected = targets.to(torch.promote_types(targets.dtype, torch.float32))  # (B, T, V)
+            expected = targets.to(torch.promote_types(logits.dtype, torch.float32))  # (B, T, V)
         else:
             expected = self._to_ids(targets)  # (B, T)
         if expected.shape != logits.shape[: expected.dim()]:

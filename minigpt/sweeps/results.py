@@ -353,7 +353,7 @@ def has_diverged(trained: Sequence[float], validated: Sequence[float]) -> bool:
     # The levels of the training loss: medians over windows, counted from the end, the last first.
     # In logarithms the noise of a loss of 500 is that of a loss of 5.
     n = max(5, len(trained) // 20)
-    logs = [log(max(loss, 1e-12)) for loss in trained]
+    logs = [log(loss) for loss in trained]
     # If there is no other than the last, the rise is 0.
     levels = [median(logs[end - n : end]) for end in range(len(logs), n - 1, -n)] or [0.0]
     lowest = exp(min(levels))

@@ -47,7 +47,7 @@ def spool(path: str, setting: str, folder: Path) -> str:
             stream = stack.enter_context(open(file, "rb"))
         if not stream or stream.isatty():
             raise UserError(
-                f"{read} is a terminal; pipe a text into it, or set {setting} to a file "
+                f"{read} is closed or a terminal; pipe a text into it, or set {setting} to a file "
                 f"(earlier input is in {folder / 'stdin-*.txt'})"
             )
 

@@ -163,7 +163,8 @@ def predict(model: GPT, tokens: Tensor) -> Tensor:
         len(tokens), model.config.vocab_size, dtype=torch.float16
     )
     with evaluation(model):
-        for some in starts.split(max(1, (1 << 20) // (T * predicted.size(1)))):  # 10 MB
+        # Up to 64 windows at a time, whose logits and probabilities take at most 160 MB
+        for some in starts.split(max(1, min(64, (1 << 24) // (T * predicted.size(1))))):
             windows = tokens[some[:, None] + torch.arange(T)]  # (B, T)
             logits = model(windows.to(predicted.device))  # (B, T, V)
             probabilities = logits.float().softmax(dim=-1).half()
