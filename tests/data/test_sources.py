@@ -157,6 +157,8 @@ def test_a_pipe_is_read_once_and_has_the_checksum_of_its_text(find, pipe, tmp_pa
     terminal, _ = os.openpty()
     pattern = r"^data\.path=/dev/fd/\d+ is closed or a terminal; pipe a text into it"
     refused(pattern, find, path=f"/dev/fd/{terminal}")
+    with patch("sys.stdin", None):
+        refused("which is closed or a terminal; pipe a text into it", find, path="-")
 
 
 def test_a_copy_of_a_pipe_that_was_edited_is_neither_read_for_it_nor_replaced(find, pipe, tmp_path):

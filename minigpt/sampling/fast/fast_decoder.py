@@ -169,11 +169,10 @@ def _fast_model(plain: Any) -> Any:
     fast = copy.copy(plain)
     to_fast_head = _padded if plain.lm_head.weight.is_cuda else _linear
     fast.lm_head = to_fast_head(plain.lm_head)
-    is_small = (
-        plain.lm_head.weight.is_cpu
-        and plain.config.n_embd * plain.config.inner_width < _MAX_COPIED_NUMEL
+    is_small = plain.config.n_embd * plain.config.inner_width < _MAX_COPIED_NUMEL
+    is_scaled = (
+        is_small and plain.lm_head.weight.is_cpu and plain.blocks[0].mlp.activation is F.gelu
     )
-    is_scaled = is_small and plain.blocks[0].mlp.activation is F.gelu
     half = math.sqrt(0.5) if is_scaled else 1.0
     fast.blocks = [copy.copy(block) for block in plain.blocks]
     for block in fast.blocks:

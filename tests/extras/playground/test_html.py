@@ -15,7 +15,7 @@ import pytest
 import torch
 from corpora import random_texts
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
-from small_runs import one_line
+from small_runs import composed, one_line
 from torch import Tensor
 
 from minigpt import GPT, GPTConfig, generate, save_checkpoint
@@ -25,7 +25,7 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharT
 from minigpt.extras.conversations.encoding import CHATML, add_chat, chat_of, encode_chat
 from minigpt.extras.huggingface.export_huggingface import export_model
 from minigpt.extras.interpret.heads import attention_maps
-from minigpt.extras.playground.export_html import PAGE, export_html, render
+from minigpt.extras.playground.export_html import MAX_PAGE_BYTES, PAGE, export_html, render
 from minigpt.model.config import UP_PROJECTIONS
 from minigpt.model.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
@@ -199,6 +199,13 @@ def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     page = (tmp_path / "pages/model.html").read_text(encoding="utf-8")
     assert " in float32: " in page
     assert f'"steps":{steps}'.replace(" ", "") in page
+
+
+def test_a_page_has_room_for_snapshots_of_the_recipe_of_make_train():
+    model = composed("experiment=fast_cpu").model
+    config = GPTConfig(**{**model, "vocab_size": 65})  # of tiny shakespeare
+    in_base64 = 2 * config.num_params() * 4 / 3  # bytes, in float16
+    assert 7 * in_base64 < MAX_PAGE_BYTES  # the model, and the six of docs/playground.md
 
 
 def test_snapshots_are_exported_when_the_token_files_of_the_run_are_gone(call, train, tmp_path):

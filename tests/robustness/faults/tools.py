@@ -182,10 +182,13 @@ def assert_resumes(
         warning: part of the one warning that is expected on stderr; empty: expect no warning, but
             that a run has no checkpoint if it ended before its first one.
     """
-    if not (folder / LAST).exists():
-        warning = warning or "holds no checkpoint to resume from"
-    elif not warning:
+    if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
+    if not [*folder.glob("checkpoints/*.safetensors")]:
+        table = folder / "metrics.csv"
+        lines = table.read_text(encoding="utf-8").splitlines()[1:] if table.exists() else []
+        assert all(int(line.split(",")[0]) <= EVAL_EVERY for line in lines), "it lost a checkpoint"
+        warning = warning or "holds no checkpoint to resume from"
     summary = folder / "summary.json"
     written = summary.read_text("utf-8", errors="replace") if summary.exists() else ""
     if '"status": "completed"' not in written:
